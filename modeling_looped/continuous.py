@@ -1,9 +1,9 @@
-"""Decoding in continuous depth: every row at its own token and its own loop.
+"""Decoding in continuous depth: every row runs at its own token and its own loop.
 
 At each tick the core runs once for all rows, of one batch or of several. A row whose token exits emits it and begins
-its next token at the next tick, while others still loop. So no row waits for the one that loops longest, and the
-weights, whose reading is what decoding costs, are read once a tick for all. What rows hold and remember lies in one
-table: a batch is its rows, and many requests are theirs, one after the other.
+its next token at the next tick, while other rows still loop. So no row waits for the one that loops longest, and the
+weights, whose reading is the main cost of decoding, are read once per tick for all rows. The tensors of all rows lie
+in one `RowTable`, in which each batch has a block of consecutive rows.
 """
 
 from collections import Counter
@@ -25,7 +25,7 @@ TOKEN_FIELDS = ("ids", "embedded", "rotary")
 
 
 def decode_continuously(engine: RowEngine):
-    """`_sample` of transformers, in continuous depth."""
+    """Replace `_sample` of transformers: decode in continuous depth."""
     table = RowTable()
     decoder = ContinuousDecoder(engine, table)
     while not decoder.is_done:
@@ -34,23 +34,23 @@ def decode_continuously(engine: RowEngine):
 
 
 class ContinuousDecoder:
-    """The rows of one batch. What it asks of the model, `tick` asks for several together."""
+    """Decodes the rows of one batch. `tick` runs the model, for several decoders in one pass."""
 
     def __init__(self, engine: RowEngine, table: RowTable):
         self.engine, self.selector, self.rule = engine, engine.selector, engine.rule
-        self.prompt = Prompt(engine) if engine.prompt_is_left else None  # as long as it is on its way
-        self.loops = [0] * engine.num_rows  # that the token of each row has run
+        self.prompt = Prompt(engine) if engine.prompt_is_left else None  # until it has run
+        self.loops = [0] * engine.num_rows  # loops that the current token of each row has run
         self.starting = self.running()  # rows whose next token begins with the next tick
         self.has_begun = False
-        self.error: BaseException | None = None  # of a streamer, a processor or a criterion: of this batch alone
-        self.first_row = table.add(engine.num_rows)  # in the table
+        self.error: BaseException | None = None  # ends this batch alone, e.g. from a streamer or a processor
+        self.first_row = table.add(engine.num_rows)  # index in the table
         table.put(self.rows_in_table(), {"state": engine.warm_state})
 
     def rows_in_table(self) -> list[int]:
         return list(range(self.first_row, self.first_row + self.engine.num_rows))
 
     def running(self) -> list[int]:
-        """Rows that decode."""
+        """Return the rows that decode: none before the prompt has run."""
         return self.selector.running() if self.prompt is None else []
 
     @property
@@ -63,7 +63,7 @@ class ContinuousDecoder:
         return self.engine.output()
 
     def progress(self) -> tuple:
-        """What a tick changes until it emits tokens, beside the table."""
+        """Return what a tick may change before it emits tokens, except the table; `go_back` restores it."""
         begun = self.starting, self.has_begun, list(self.loops)
         return self.emitted(), begun, self.prompt, self.prompt and self.prompt.progress()
 
@@ -71,7 +71,7 @@ class ContinuousDecoder:
         return list(self.selector.lengths), list(self.selector.waiting)
 
     def go_back(self, progress: tuple) -> bool:
-        """To where a tick began that failed; False if tokens of these rows were emitted before."""
+        """Restore `progress` after a tick that failed. Return False if it had already emitted tokens of these rows."""
         emitted, begun, prompt, of_prompt = progress
         if emitted != self.emitted():
             return False
@@ -81,14 +81,14 @@ class ContinuousDecoder:
         return True
 
     def new_tokens(self) -> tuple[TokensOfEngine, torch.Tensor]:
-        """Of the rows that start, and their ids, [rows, 1]."""
+        """Return the last tokens of the rows that start, and their ids, [rows, 1]."""
         for row in self.starting:
             self.loops[row] = 0
         rows, self.starting, self.has_begun = self.starting, [], True
         return self.engine.at_last_tokens(rows), self.selector.last_tokens(rows)
 
     def emit(self, rows: list[int], logits: torch.Tensor):
-        """The next tokens of `rows`, which exit; those that have got theirs begin the next."""
+        """Emit tokens for `rows`, whose current tokens exit. Rows that receive one begin with it at the next tick."""
         if self.prompt is None:
             emitted = self.engine.emit(rows, logits, [self.loops[row] for row in rows])
         else:
@@ -98,7 +98,7 @@ class ContinuousDecoder:
 
 
 class RunningRow(NamedTuple):
-    """Whose row of a pass it is."""
+    """A row of a pass: its decoder, and its number in the batch of that decoder."""
 
     decoder: ContinuousDecoder
     row: int
@@ -120,8 +120,8 @@ def by_decoder(running: list[RunningRow]) -> dict[ContinuousDecoder, list[int]]:
 
 
 def tick(table: RowTable, decoders: list[ContinuousDecoder], prompt_tokens: int = 0) -> int:
-    """One loop of every running row of all of them, and of a part of their prompts; tokens of those that exit. Returns
-    how many rows ran. prompt_tokens: the most of prompts in a pass."""
+    """Run one loop of all running rows of `decoders` and of parts of their prompts, and emit tokens of rows that exit.
+    Return how many rows ran. prompt_tokens: the most prompt tokens in a pass."""
     trunk = decoders[0].engine.trunk
     waiting = decoders_that_wait(decoders)
     if starting := [decoder for decoder in decoders if decoder.starting and decoder not in waiting]:
@@ -142,7 +142,7 @@ def tick(table: RowTable, decoders: list[ContinuousDecoder], prompt_tokens: int 
     table.put(rows, {"state": trunk.to_next_loop(state) if running else None})
     for (prompt, _), of_prompt in zip(entering, of_prompts):
         prompt.after_loop(of_prompt)
-    # last, because emitted tokens cannot be taken back: a tick that fails before this is run again
+    # emit last: emitted tokens cannot be taken back, while a tick that fails before this point is run again
     emit_exiting_rows(table, running, state)
     end_parts(prompts)
     ended = {decoder: decoder.prompt for decoder in decoders if decoder.prompt is not None and decoder.prompt.is_done}
@@ -151,8 +151,8 @@ def tick(table: RowTable, decoders: list[ContinuousDecoder], prompt_tokens: int 
 
 
 def decoders_that_wait(decoders: list[ContinuousDecoder]) -> list[ContinuousDecoder]:
-    """Those that do not begin yet: rows without exits begin with most of the others, and are then read out with them
-    after every token."""
+    """Return the decoders that do not begin yet. New rows without exits wait for the tick at which most rows without
+    exits begin a token: from then on, both are read out together after every token."""
     of_fixed_depth = [decoder for decoder in decoders if decoder.rule is None]
     new = [decoder for decoder in of_fixed_depth if decoder.starting and not decoder.has_begun]
     if not new:
@@ -167,7 +167,7 @@ def decoders_that_wait(decoders: list[ContinuousDecoder]) -> list[ContinuousDeco
 
 
 def begin_tokens(table: RowTable, decoders: list[ContinuousDecoder]):
-    """Of the rows that start."""
+    """Begin the next token of all rows that start: run embedding and prelude, and put the tensors into the table."""
     starting = [RunningRow(decoder, row) for decoder in decoders for row in decoder.starting]
     groups, ids = zip(*(decoder.new_tokens() for decoder in decoders))
     tokens, rows = enter(list(groups), torch.cat(ids)), in_table(starting)
@@ -185,9 +185,9 @@ def tokens_at(table: RowTable, running: list[RunningRow]) -> Tokens:
 
 
 def emit_exiting_rows(table: RowTable, running: list[RunningRow], state: torch.Tensor) -> bool:
-    """Check the rows that are due, and emit the tokens of those that exit; whether there are any. state: H."""
-    exits: set[int] = set()  # members of `running`
-    due: dict[ExitRule, list[int]] = {}  # rows at their limit are listed too: if all are, no index is needed
+    """Check the rows that are due and emit tokens for those that exit. Return whether any did. state: H."""
+    exits: set[int] = set()  # indices into `running`
+    due: dict[ExitRule, list[int]] = {}  # includes rows at their limit: if all rows are due, no indexing is needed
     for i, (decoder, row) in enumerate(running):
         decoder.loops[row] += 1
         if decoder.loops[row] >= decoder.engine.limits[row]:
@@ -222,14 +222,15 @@ def emit(rows: dict[ContinuousDecoder, list[int]], logits: Iterable[torch.Tensor
     for (decoder, of_decoder), its_logits in zip(rows.items(), logits):
         try:
             decoder.emit(of_decoder, its_logits)
-        except BaseException as error:  # the others go on
+        except BaseException as error:  # other decoders go on
             decoder.error = error
             if not isinstance(error, Exception):
                 raise
 
 
 def stopping(table: RowTable, rule: ExitRule, running: list[RunningRow], members: list[int], state, logits=None):
-    """Members of `running`, read under one rule, that exit. state: H of all that run; logits: of the members."""
+    """Return which members, indices into `running` of rows under one rule, exit. state: H of all running rows; logits:
+    of the members."""
     score = score_after_loop(table, rule, running, members, state, logits)
     if not any(rule.checks_at(running[i].loops) for i in members):
         return []  # without waiting for the device
@@ -246,8 +247,8 @@ def score_after_loop(table: RowTable, rule: ExitRule, running: list[RunningRow],
 
 
 def read_late_exits(table: RowTable, running: list[RunningRow], state: torch.Tensor, due: dict, exits: set[int]):
-    """Of rules that are read back once per some checks, which it takes out of `due`; adds to `exits` those that are
-    found. Returns H, of tokens that exited before as it was then."""
+    """Handle the rules that read back only every n-th check: remove them from `due`, and add the exits that they find
+    to `exits`. Return H, in which tokens that passed a check at an earlier loop have the H of that loop."""
     late: dict[ExitRule, list[int]] = {}
     for i, (decoder, _) in enumerate(running):
         if decoder.rule is not None and decoder.rule.read_interval > 1:
@@ -276,7 +277,7 @@ def read_late_exits(table: RowTable, running: list[RunningRow], state: torch.Ten
 def keep_first_exits(
     table: RowTable, rule: ExitRule, running: list[RunningRow], members: list[int], state: torch.Tensor
 ):
-    """On the device: the loop at which each first passed a check, and H after it."""
+    """Record, on the device, the loop at which each member first passed a check, and H after that loop."""
     its, loops = [running[i] for i in members], [running[i].loops for i in members]
     states = rows_of(members, state)
     logits = tokens_at(table, its).read_logits(loops, states)[:, -1] if rule.criterion.needs == "logits" else None
@@ -286,7 +287,7 @@ def keep_first_exits(
     now = on_device([loop if rule.checks_at(loop) else 0 for loop in loops], state.device)
     kept = table.take(in_table(its), ("exit_loop", "exit_state"))
     before, then = kept.get("exit_loop", torch.zeros_like(now)), kept.get("exit_state", states)
-    passes = rule.exits(score).to(state.device)  # from where the head is
+    passes = rule.exits(score).to(state.device)  # the head may be on another device
     is_first = passes & (before == 0)
     then = torch.where(is_first[:, None, None], states, then)
     table.put(in_table(its), {"exit_loop": torch.where(is_first, now, before), "exit_state": then})

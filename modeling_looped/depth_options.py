@@ -1,4 +1,4 @@
-"""What `generate` of a looped model takes beyond the arguments of transformers, and which of it goes together."""
+"""Options of `generate` beyond the arguments of transformers, and checks of which options go together."""
 
 from dataclasses import dataclass, fields
 
@@ -17,38 +17,38 @@ EXIT_FIELDS = ("exit_criterion", *FIELDS_BESIDE_CRITERION)
 
 @dataclass(frozen=True)
 class DepthOptions:
-    """Arguments of generate and fields of generation_config."""
+    """Depth options: arguments of `generate` and fields of `generation_config`."""
 
-    num_loops: int | torch.Tensor | None = None  # the most that a token may run; a tensor has one per row
+    num_loops: int | torch.Tensor | None = None  # the most loops of a token; a tensor has one number per row
     cache_sharing: str = "none"
     cache_dtype: str | None = None  # "int8": keys and values of past tokens in 8 bits; by default the model's
     exit_criterion: str | None = None
     exit_threshold: float | None = None
-    min_loops: int = 1  # exits are checked from this loop on, and
-    exit_interval: int = 1  # at every n-th loop after it
-    exit_read_interval: int = 1  # every n-th check is read back: the same exits, and the host waits for a GPU less
-    # or "after": all loops run, and then one is read out, also of the prompt; "weighted": all are (both: Ouro)
+    min_loops: int = 1  # exits are checked from this loop on
+    exit_interval: int = 1  # and at every n-th loop after min_loops
+    exit_read_interval: int = 1  # only every n-th check is read back: same exits, and the host waits less for a GPU
+    # "stop" ends loops; "after" runs all and then reads out one, also for the prompt; "weighted" reads out all (Ouro)
     exit_selection: ExitSelection = "stop"
     prompt_loops: int | None = None  # depth of the prompt, by default num_loops
     warm_start: bool = False  # the next token's loops start from the last token's state
-    state_seed: int | None = None  # draws h_0 of every position; without it that is zeros
-    draft_loops: int | str | None = None  # or "auto": what pays best, measured on the way
-    draft_tokens: int | None = None  # the most that are in flight; as many as pay
+    state_seed: int | None = None  # seed of h_0 of every position; without one, h_0 is zeros
+    draft_loops: int | str | None = None  # or "auto": the fastest number, measured during decoding
+    draft_tokens: int | None = None  # the most drafts in flight per row; by default as many as pay
 
     @classmethod
     def merged(cls, saved, config, arguments: dict) -> tuple["DepthOptions", dict]:
-        """What holds where arguments of a call win over the generation config that was passed, and that over the saved
-        one; and what of it was asked for in the call. None undoes what was set before. A depth that is asked for runs:
-        saved exits hold beside it only if the call asks for exits too."""
+        """Merge the saved generation config, the one passed in the call, and the arguments of the call; later ones
+        win. Return the options and the fields that the call sets. None undoes an earlier value. If the call sets
+        num_loops, saved exits apply only if the call sets exit fields too."""
         before = set_fields(saved)
-        # a pipeline passes a copy of the saved ones, which nobody asks for
+        # a pipeline passes a copy of the saved config: fields equal to saved ones do not count as set by the call
         passed = {
             name: value
             for name, value in set_fields(config).items()
             if name not in before or differ(value, before[name])
         }
         asked = overridden(passed, {name: numpy_as_python(value) for name, value in arguments.items()})
-        is_assistant = getattr(config, "is_assistant", False)  # it drafts plainly, whatever its folder says
+        is_assistant = getattr(config, "is_assistant", False)  # it drafts without its saved exits
         if (is_assistant or asked.get("num_loops") is not None) and all(
             asked.get(name) is None for name in EXIT_FIELDS
         ):
@@ -60,7 +60,7 @@ class DepthOptions:
 
     @property
     def change_of_decoding(self) -> str | None:
-        """The first field that asks for more than the depth of plain decoding, e.g. "warm_start=True"."""
+        """The first field that plain decoding at some depth does not support, e.g. "warm_start=True", or None."""
         stopping = None if self.runs_all_loops else self.exit_criterion
         changes = {"exit_criterion": stopping, "draft_loops": self.draft_loops, "warm_start": self.warm_start}
         changes["cache_dtype"] = self.cache_dtype
@@ -71,8 +71,8 @@ class DepthOptions:
         return self.change_of_decoding is not None
 
     def change_of_samples(self, model_config, arguments: dict) -> dict:
-        """The fields beyond the arguments of the call that make other tokens than plain decoding does. Those of a
-        generation config that was passed count: trainers pass one with what was saved."""
+        """Return the fields outside the call's arguments that lead to other tokens than plain decoding. Fields of a
+        passed generation config are included, because trainers pass one that contains the saved fields."""
         plain = {**DEPTH_FIELDS, "num_loops": model_config.num_loops}
         names = "exit_criterion num_loops prompt_loops warm_start cache_sharing cache_dtype state_seed".split()
         held = {name: getattr(self, name) for name in names if arguments.get(name) is None}
@@ -80,12 +80,12 @@ class DepthOptions:
 
     @property
     def shares_passes(self) -> bool:
-        """Whether rows are decoded loop by loop, from a state of their own, and so beside those of other calls."""
+        """True if rows can run beside rows of other calls: loop by loop, without drafts or seeded states."""
         return self.draft_loops is None and self.state_seed is None and not self.runs_all_loops
 
     @property
     def runs_all_loops(self) -> bool:
-        """Whether exits choose what is read out, and stop nothing."""
+        """True if exits only choose which loops are read out, and stop none."""
         return self.exit_criterion is not None and self.exit_selection != "stop"
 
     @property
@@ -119,7 +119,7 @@ class DepthOptions:
         return rule
 
     def check(self, model_config, asked: dict):
-        """Refuse what does not go together, or not with this model. asked: the fields that the call sets."""
+        """Refuse options that exclude each other or do not fit this model. asked: the fields that the call sets."""
         has_depths = torch.is_tensor(self.num_loops)
         if self.exit_criterion is None:
             alone = [name for name in FIELDS_BESIDE_CRITERION if asked.get(name) not in (None, DEPTH_FIELDS[name])]
@@ -188,8 +188,8 @@ class DepthOptions:
         )
 
     def check_cache(self, model_config, cache, config):
-        """Refuse a cache that cannot be, or not with shared slots. cache: the one that was passed, or None. config: of
-        generation."""
+        """Refuse caches that these options exclude, and options that shared slots exclude. cache: the one that was
+        passed, or None; config: the generation config."""
         refuse_if(
             self.runs_all_loops and model_config.num_coda_layers > 0 and config.use_cache is not False,
             f"exit_selection={self.exit_selection!r} runs the {model_config.num_coda_layers} layers of the coda after "
@@ -218,7 +218,7 @@ class DepthOptions:
             refuse_sharing(sharing, f"draft_loops={self.draft_loops}")
 
     def refuse_for(self, mode: str):
-        """Refuse what another way of decoding cannot do."""
+        """Refuse options that `mode`, another way of decoding, does not support."""
         if (change := self.change_of_decoding) is not None:
             raise ValueError(
                 f"{change} goes with greedy decoding and sampling, and not with {mode}: leave one out, or pass "
@@ -230,7 +230,7 @@ DEPTH_FIELDS = {field.name: field.default for field in fields(DepthOptions)}
 
 
 def set_fields(generation_config) -> dict:
-    """The fields of a generation config that are set."""
+    """Return the depth fields of a generation config that are not None."""
     values = {name: getattr(generation_config, name, None) for name in DEPTH_FIELDS}
     return {name: value for name, value in values.items() if value is not None}
 
@@ -240,7 +240,7 @@ def listed(fields: dict) -> str:
 
 
 def differ(value, other) -> bool:
-    """Whether two values of a field differ; depths may be tensors."""
+    """Return whether two values of a field differ; depths may be tensors."""
     return as_python(value) != as_python(other)
 
 
@@ -249,7 +249,7 @@ def as_python(value):
 
 
 def overridden(before: dict, by: dict) -> dict:
-    """`before`, but fields of `by` win. A threshold is that of one criterion: another one does not inherit it."""
+    """Return `before` updated by `by`. A threshold belongs to one criterion: a new criterion does not inherit it."""
     criterion, lost = before.get("exit_criterion"), ()
     if by.get("exit_criterion", criterion) != criterion:
         lost = FIELDS_BESIDE_CRITERION if by["exit_criterion"] is None else ("exit_threshold",)
@@ -257,7 +257,7 @@ def overridden(before: dict, by: dict) -> dict:
 
 
 def depth_argument(num_loops) -> int | torch.Tensor:
-    """One depth, or a tensor of one per prompt, which transformers repeats for beams as it would not repeat a list."""
+    """Return one depth, or a tensor of one per prompt: transformers repeats tensors for beams, but not lists."""
     is_one = not isinstance(num_loops, (list, tuple)) and not (torch.is_tensor(num_loops) and num_loops.ndim > 0)
     depths = check_depths(num_loops, 1 if is_one else len(num_loops))
     return depths[0] if is_one else torch.tensor(depths, dtype=torch.long)

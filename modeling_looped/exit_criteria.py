@@ -1,9 +1,9 @@
-"""Exit criteria: by what a token stops looping before the last loop, and the rule that `generate` applies.
+"""Exit criteria, which decide when a token stops looping before the last loop, and the rule that `generate` applies.
 
-A criterion looks at what there is after a loop and gives every token a score; the token exits where the score passes
-the threshold. Criteria are pure functions: what they must remember of the last reading (its entropy, its logits) they
-return, and are given back; at a token's first reading they are given nothing, or the values of `INITIAL`. To add one:
-a function here, its line in `CRITERIA`, its name in `ExitCriterion`, and what it remembers in `INITIAL`.
+A criterion gives every token a score after a loop; the token exits where the score passes the threshold. Criteria are
+pure functions: they return what they need at the next reading (entropy, logits), and receive it there as an argument;
+at a token's first reading they receive nothing, or the values of `INITIAL`. To add one, write a function here, and
+add its line to `CRITERIA`, its name to `ExitCriterion`, and what it remembers to `INITIAL`.
 
     criterion          score of loop k                               exits if   published threshold
     logit_margin       top-1 minus top-2 logit                       above      to be calibrated (readout paper)
@@ -11,11 +11,11 @@ a function here, its line in `CRITERIA`, its name in `ExitCriterion`, and what i
     entropy            entropy of the next token                     below      -
     entropy_diff       |entropy_k - entropy_k-1|                     below      1e-3 (Huginn)
     kl                 KL(p_k-1 || p_k)                              below      1e-3 (Huginn)
-    minp_kl            the same, of what is a tenth as likely as     below      1e-5 (Huginn's code)
-                       the best token or more; others have 1 / V
+    minp_kl            the same, where tokens less than a tenth as   below      1e-5 (Huginn's code)
+                       likely as the best one have p = 1 / V
     latent_diff        ||H_k - H_k-1|| / ||H_k||                     below      0.03 (Huginn)
     cosine             1 - cos(H_k, H_k-1)                           below      1e-3 (Huginn's code)
-    argmax_stability   readings in a row with the same best token    above      5 (Huginn)
+    argmax_stability   consecutive repeats of the best token         above      5 (Huginn)
     gate               probability of an exit up to loop k           above      1, which is never reached (Ouro)
 """
 
@@ -38,7 +38,7 @@ MIN_P = 0.1
 Memory = dict[str, torch.Tensor]
 Score = tuple[torch.Tensor, Memory]
 
-# by what is remembered: its value before the first reading, from which any reading is infinitely far
+# value of each remembered quantity before the first reading: no first reading then looks converged
 INITIAL = {"entropy": math.inf, "log_p": math.inf, "last_state": math.inf, "best": -1, "count": 0, "stay": 1.0}
 
 
@@ -107,24 +107,25 @@ def argmax_stability(logits: torch.Tensor, memory: Memory) -> Score:
 
 
 def gate(gate_logit: torch.Tensor, memory: Memory) -> Score:
-    """1 - prod_j (1 - lambda_j), in float64: in half precision sigmoid(6.25) is 1."""
+    """Return 1 - prod_j (1 - lambda_j), in float64: in half precision sigmoid(6.25) is 1."""
     stay = remembered(memory, "stay") * torch.sigmoid(-as_float64(gate_logit))
     return 1 - stay, {"stay": stay}
 
 
 class Criterion(NamedTuple):
     score: Callable[[torch.Tensor, Memory], Score]
-    # what `score` is given: "logits", [..., vocabulary]; "state", H, [..., hidden]; or "gate", the gate's logit, [...]
+    # input of `score`: "logits", [..., vocabulary]; "state", H, [..., hidden]; or "gate", the gate's logit, [...]
     needs: Literal["logits", "state", "gate"]
     exits_above: bool
     default: float | None = None
-    every_loop: bool = False  # reads every loop, also those at which nothing may exit
-    remembers: tuple[str, ...] = ()  # of the last reading, with which it compares
-    counts_readings: bool = False  # the score is a number of readings, so as many come before the first check
-    least: float = 0.0  # score that there can be
+    every_loop: bool = False  # reads every loop, also loops at which nothing may exit
+    remembers: tuple[str, ...] = ()  # names of the values of the last reading that it compares with
+    counts_readings: bool = False  # the score counts readings, so `threshold` readings come before the first check
+    least: float = 0.0  # the lowest possible score
 
     def after_loop(self, model, state: torch.Tensor, logits: Callable[[], torch.Tensor], memory: Memory) -> Score:
-        """Score of the state H after a loop. model: the causal LM. logits: of that state, asked for if needed."""
+        """Return the score of the state H after a loop, and what to remember. model: the causal LM; logits: computes
+        the logits of H, called only if the criterion needs them."""
         seen = logits() if self.needs == "logits" else state if self.needs == "state" else model.gate(state)
         score, new_memory = self.score(seen, memory)
         if undeclared := new_memory.keys() - set(self.remembers):
@@ -173,17 +174,17 @@ ExitSelection = Literal["stop", "after", "weighted"]
 
 @dataclass(frozen=True)
 class ExitRule:
-    """A criterion with its threshold: which loops are read, and who exits."""
+    """A criterion with its threshold: decides which loops are read, and which tokens or sequences exit."""
 
     name: str
-    threshold: Any = None  # a number; None is the published one of the criterion, if it has one
+    threshold: Any = None  # a number; None means the published one of the criterion, if any
     min_loops: int = 1
     interval: int = 1  # check at min_loops and at every n-th loop after it
     per_sequence: bool = False  # whole sequences exit, by the mean score of their tokens
-    # "after": every loop runs, and what is read out is chosen afterwards; "weighted": every loop runs, and all are
-    # read out, each with the probability of its exit
+    # "stop": loops end at the exit; "after": all loops run, and the one to read out is chosen afterwards; "weighted":
+    # all loops run and are read out, each weighted by the probability of an exit there
     selection: ExitSelection = "stop"
-    read_interval: int = 1  # of rows that decode apart: every n-th check is read back from the device
+    read_interval: int = 1  # for rows that decode independently: every n-th check is read back
 
     def __post_init__(self):
         if not isinstance(self.name, str) or self.name not in CRITERIA:
@@ -196,40 +197,40 @@ class ExitRule:
         return CRITERIA[self.name]
 
     def scores_at(self, depth: int) -> bool:
-        """Whether the criterion looks at the state after `depth` loops."""
+        """Return whether the criterion reads the state after `depth` loops."""
         if self.criterion.every_loop or (self.per_sequence and self.criterion.remembers):
             return True
-        warm_up = 0  # readings before the first check, so that it has something to compare with
+        warm_up = 0  # readings that the first check needs before it, to compare with
         if self.criterion.counts_readings:
             warm_up = max(0, self.threshold)
         elif self.criterion.remembers:
             warm_up = 1
-        first = self.min_loops - (warm_up + 1) * self.interval  # reads come after it
+        first = self.min_loops - (warm_up + 1) * self.interval  # readings begin after this loop
         return depth > first and (depth - self.min_loops) % self.interval == 0
 
     def checks_at(self, depth: int) -> bool:
         return depth >= self.min_loops and (depth - self.min_loops) % self.interval == 0
 
     def is_fetched_at(self, depth: int) -> bool:
-        """Whether the host fetches the results after this loop: at every read_interval-th check."""
+        """Return whether the host fetches the results after this loop: at every read_interval-th check."""
         return self.checks_at(depth) and ((depth - self.min_loops) // self.interval + 1) % self.read_interval == 0
 
     def exits(self, score: torch.Tensor) -> torch.Tensor:
         if self.per_sequence:
             score = as_float64(score).mean(-1)
-        if self.name == "gate" and self.threshold == 1:  # reached by rounding only
+        if self.name == "gate" and self.threshold == 1:  # only rounding reaches 1
             return torch.zeros_like(score, dtype=torch.bool)
         return score >= self.threshold if self.criterion.exits_above else score <= self.threshold
 
     def read(self, depth: int, model, state: torch.Tensor, logits: Callable[[], torch.Tensor], memory: Memory):
-        """Which tokens or rows pass the check after `depth` loops (None: no check), and what to remember."""
+        """Return which tokens or rows pass the check after `depth` loops (None: no check), and what to remember."""
         if not self.scores_at(depth):
             return None, memory
         score, memory = self.criterion.after_loop(model, state, logits, memory)
         return (self.exits(score) if self.checks_at(depth) else None), memory
 
     def checked(self, config, num_loops: int | None = None) -> "ExitRule":
-        """This rule, if it fits the model and a pass of this depth, by default the model's own."""
+        """Return this rule if it fits the model and a pass of `num_loops` (by default the config's), else raise."""
         criterion, threshold, min_loops, selection = self.name, self.threshold, self.min_loops, self.selection
         num_loops = config.num_loops if num_loops is None else num_loops
         if unknown := [name for name in self.criterion.remembers if name not in INITIAL]:

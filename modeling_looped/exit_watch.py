@@ -1,6 +1,6 @@
-"""Early exit inside one forward pass, of tokens or of whole sequences: how text is scored under an exit rule.
+"""Early exit of tokens or whole sequences inside one forward pass, for scoring text under an exit rule.
 
-`continuous.py` is how tokens are generated under one.
+`continuous.py` generates tokens under an exit rule.
 """
 
 import functools
@@ -20,9 +20,9 @@ from .tensors import on_device
 
 
 class ExitWatch:
-    """Asked after every loop of a pass. `model` is the causal LM; depths: the most that each row may run."""
+    """Decides after every loop of a pass what exits. model: the causal LM; depths: the most loops of each row."""
 
-    needs_cache: bool  # for what a token leaves at its exit
+    needs_cache: bool  # for the keys and values that a token has at its exit
 
     def __init__(self, model, rule: ExitRule, depths: list[int], length: int, device):
         self.model, self.rule = model, rule
@@ -33,14 +33,14 @@ class ExitWatch:
         self.memory = {}
 
     def may_exit_at(self, depth: int) -> bool:
-        """Whether anything can; what is known here needs no waiting for the device."""
+        """Return whether anything can exit after `depth` loops, as far as the host knows without the device."""
         return depth >= self.shallowest or self.rule.checks_at(depth)
 
     def is_done(self, depth: int) -> bool:
         return self.may_exit_at(depth) and bool(self.token_loops.all())
 
     def exits(self, depth: int, limits: torch.Tensor, state: torch.Tensor, logits: Callable) -> torch.Tensor:
-        """Which tokens or rows stop after `depth` loops, by the criterion or at their limit."""
+        """Return which tokens or rows stop after `depth` loops, by the criterion or at their limit."""
         exits = limits <= depth
         if depth == self.deepest:
             return exits
@@ -52,13 +52,13 @@ class ExitWatch:
 
 
 class TokenExits(ExitWatch):
-    """Tokens that have exited are frozen: the pass goes on for the others until all are done, and what a frozen token
-    leaves in deeper slots is what it left at its exit."""
+    """Freezes tokens that have exited: the pass goes on until all tokens have exited, and the deeper slots of a frozen
+    token receive the keys and values that it had at its exit."""
 
     needs_cache = True
 
     def after_loop(self, depth: int, state: torch.Tensor, context: PassContext):
-        """`state` with exited tokens as they were; no row leaves the batch."""
+        """Return `state` with exited tokens as they were at their exit, and None, because no row leaves the batch."""
         exited = self.token_loops > 0
         if self.final is not None:
             state = torch.where(exited.unsqueeze(-1), self.final, state)
@@ -70,17 +70,17 @@ class TokenExits(ExitWatch):
 
 
 class SequenceExits(ExitWatch):
-    """Sequences leave their batch where they exit."""
+    """Removes sequences from the batch when they exit."""
 
     needs_cache = False
 
     def __init__(self, model, rule: ExitRule, depths: list[int], length: int, device):
         super().__init__(model, rule, depths, length, device)
-        self.running = torch.arange(len(depths), device=device)  # numbers of rows
+        self.running = torch.arange(len(depths), device=device)  # rows of the batch that still loop
         self.final_logits: torch.Tensor | None = None  # at each row's exit, where the criterion reads them
 
     def after_loop(self, depth: int, state: torch.Tensor, context: PassContext):
-        """`state` of the rows that go on, and which of the rows that ran these are; None if all are."""
+        """Return `state` of the rows that go on, and their indices among the rows that ran (None if all go on)."""
         logits = functools.cache(functools.partial(self.logits, depth, state, context))  # read out at most once
         exits = self.exits(depth, self.limits[self.running, 0], state, logits)
         if not self.may_exit_at(depth) or not exits.any():
@@ -99,7 +99,7 @@ class SequenceExits(ExitWatch):
 def forward_with_exits(
     model, rule: ExitRule, inputs: dict, depths: int | list[int], logits_to_keep, output_logits: bool, options: dict
 ):
-    """A pass of the causal LM in which tokens, or sequences, stop at loops of their own."""
+    """Run the causal LM so that each token, or each sequence, stops at its own loop."""
     if not isinstance(rule, ExitRule):
         example = "modeling_looped.ExitRule('max_prob', 0.9)"
         raise TypeError(f"exit_rule={rule!r}: make one of {', '.join(CRITERIA)}, as {example}")
@@ -114,7 +114,7 @@ def forward_with_exits(
         return chosen_after(model, rule, inputs, of_rows, keep if output_logits else None, options)
     inputs = {**inputs, "num_loops": deepest(depths)}
     if rule.per_sequence:
-        mask = inputs["attention_mask"]  # tokenizers give one, also where nothing is padded
+        mask = inputs["attention_mask"]  # tokenizers return one even without padding
         hides = mask is not None and not (torch.is_tensor(mask) and mask.ndim == 2 and bool(mask.all()))
         refuse_with_exits({"cache": inputs["cache"], "an attention_mask with padding": hides, **options})
         watch = SequenceExits(model, rule, of_rows, given.shape[1], given.device)
@@ -130,9 +130,9 @@ def forward_with_exits(
             "cache: turn it off, or call the model under torch.no_grad()"
         )
     cache, returns_cache = inputs["cache"], inputs["cache"] is not None or inputs["use_cache"] is not False
-    if len(model.model.coda) and rule.criterion.needs == "logits":  # each check overwrites what the last wrote
+    if len(model.model.coda) and rule.criterion.needs == "logits":  # the coda overwrites its slots at each check
         refuse_with_exits({f"a {type(cache).__name__}": is_fixed(cache)})
-        if given.shape[1] > 1:  # the check of a token reads what the token before left at its exit
+        if given.shape[1] > 1:  # a token's check reads what earlier tokens left in the coda at their exits
             finds_documents = cache is None and inputs["attention_mask"] is None
             packed = {"position_ids of packed documents": finds_documents and restarts(inputs["position_ids"])}
             refuse_with_exits(recorded(model.config, options) | packed)
@@ -149,7 +149,7 @@ def forward_with_exits(
 def output_with_exits(
     outputs, logits: torch.Tensor | None, token_loops: torch.Tensor, cache
 ) -> LoopedCausalLMOutputWithPast:
-    """What a pass with exits returns. outputs: of the pass through the model that it was."""
+    """Build the output of a pass with exits. outputs: what the trunk, or the causal LM, returned in that pass."""
     return LoopedCausalLMOutputWithPast(
         logits=logits,
         hidden_states=outputs.hidden_states,
@@ -160,19 +160,19 @@ def output_with_exits(
 
 
 def restarts(position_ids: torch.Tensor | None) -> bool:
-    """Where the positions of a row go back, another document begins."""
+    """Return whether a row holds several documents: where its positions decrease, another document begins."""
     return position_ids is not None and bool((position_ids.diff(dim=-1) < 0).any())
 
 
 def is_fixed(cache) -> bool:
-    """Whether the last token's keys and values cannot be taken back."""
+    """Return whether this cache cannot remove the keys and values of the last token."""
     names = ("StaticCache", "QuantizedCache")
     return isinstance(cache, tuple(look_up("transformers.cache_utils", name, ()) for name in names))
 
 
 def chosen_after(model, rule: ExitRule, inputs: dict, depths: list[int], keep, options: dict):
-    """A pass of the causal LM at full depth, whose cache holds all loops; then each token is read out where the rule
-    would have let it exit. depths: of rows; keep: None for no logits."""
+    """Run the causal LM at full depth, with all loops in the cache; then read out each token at the loop where the
+    rule would have let it exit. depths: of rows; keep: positions whose logits are returned, None for no logits."""
     outputs = model.model(**inputs, output_loop_hidden_states=True, output_loop_readout_states=True, **options)
     states, readouts = outputs.loop_hidden_states, outputs.loop_readout_states
     limits = on_device(depths, states[0].device)[:, None]
@@ -191,7 +191,7 @@ def chosen_after(model, rule: ExitRule, inputs: dict, depths: list[int], keep, o
 
 
 def weighted_over_all(model, inputs: dict, token_loops, logits_to_keep, output_logits: bool, options: dict):
-    """A pass of the causal LM at full depth, which reads out every loop with the probability that it is the last."""
+    """Run the causal LM at full depth and read out every loop, weighted by the probability that it is the last."""
     weighted = {"output_logits": False, "output_exit_logits": output_logits}
     outputs = model(**inputs, logits_to_keep=logits_to_keep, **weighted, **options)
     return output_with_exits(outputs, outputs.exit_logits, token_loops, outputs.cache)
@@ -203,7 +203,7 @@ def with_rows(whole: torch.Tensor | None, num_rows: int, rows: torch.Tensor, par
 
 
 def token_by_token(model, inputs: dict, length: int, keep, returns_cache: bool, arguments: dict):
-    """A pass of the causal LM as one for each of `length` tokens, one after the other on the same cache."""
+    """Run the causal LM in one pass for each of `length` tokens, one after the other, on the same cache."""
     tokens = {name: inputs[name] for name in ("input_ids", "inputs_embeds", "position_ids", "initial_state")}
     attention_mask, cache = inputs["attention_mask"], inputs["cache"]
     past = int(cache.get_seq_length())
@@ -224,7 +224,7 @@ def token_by_token(model, inputs: dict, length: int, keep, returns_cache: bool, 
 
 
 def refuse_with_exits(arguments: dict):
-    """Those of `arguments` that are given."""
+    """Refuse those of `arguments` that are set."""
     if given := [name for name, value in arguments.items() if value is not None and value is not False]:
         raise ValueError(
             f"exit_rule stops tokens at loops of their own, which {', '.join(given)} cannot go with: leave one out"

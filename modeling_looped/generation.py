@@ -1,8 +1,8 @@
-"""generate() of a looped model: transformers' own, with depth, early exit, drafting and cache sharing as arguments.
+"""generate() of a looped model: transformers' own, with arguments for depth, early exit, drafting and cache sharing.
 
-Which way of decoding runs: greedy decoding and sampling under an exit criterion (or a warm start) go to
-`continuous.py`, where rows of a batch exit apart; self-speculation to `speculation.py`; everything else, at a fixed
-depth, to transformers' own loops.
+Greedy decoding and sampling with an exit criterion, a warm start or an int8 cache run in `continuous.py`, where each
+row of a batch exits independently. Self-speculation runs in `speculation.py`. Plain decoding at one depth runs in
+`in_step.py` where passes can be CUDA graphs, and everything else, at a fixed depth, in transformers' own loops.
 """
 
 import copy
@@ -43,9 +43,9 @@ from .tensors import on_device
 
 logger = logging.get_logger(__name__)
 
-AS_SAVED: Any = ...  # an argument that a call leaves out; None undoes what is saved
+AS_SAVED: Any = ...  # default: the call leaves the argument out. None undoes a saved value
 
-if TYPE_CHECKING:  # what the mixin is mixed into, as transformers describes it
+if TYPE_CHECKING:  # the class that uses the mixin, as transformers types it
     from transformers._typing import GenerativePreTrainedModel
 
     class Generative(GenerativePreTrainedModel, GenerationMixin, nn.Module): ...
@@ -75,30 +75,30 @@ class LoopedGenerationMixin(Generative):
         cache_dtype: Literal["int8"] | None = AS_SAVED,
         **kwargs,
     ) -> Any:
-        """As `GenerationMixin.generate`, which takes `max_new_tokens`, `do_sample` and all else of transformers, and:
+        """Run `GenerationMixin.generate` with `max_new_tokens`, `do_sample` and all arguments of transformers, and:
 
-        num_loops: depth of every token, or the most it may take; one number or one per prompt.
+        num_loops: depth of every token, or the most loops where tokens can exit; one number or one per prompt.
         exit_criterion, exit_threshold: stop a token's loops early, see `exit_criteria.py`. Only generated tokens exit.
         min_loops, exit_interval: check for exits from this loop on, and at every n-th loop after it.
-        exit_read_interval: where rows decode apart, every n-th check is read back from the device, so the host waits
-            for a GPU less often; a token that has passed runs on until then, in vain. Exits stay the same, and so do
-            greedy tokens and those of one row; several rows that are sampled draw in another order.
-        exit_selection: "stop", or "after": all loops run, and the loop that is read out is chosen afterwards, also at
-            the prompt's end, as the release of Ouro does. "weighted": all loops run and are read out, each with the
-            probability that the gate gives to an exit there (that release's `use_weighted_exit`).
+        exit_read_interval: where rows decode independently, read back only every n-th check from the device, so that
+            the host waits less often for a GPU. A token that has passed a check runs on until then, without effect.
+            Exits, greedy tokens and samples of a single row stay the same; several sampled rows draw in another order.
+        exit_selection: "stop": loops end at the exit. "after": all loops run, and the loop to read out is chosen
+            afterwards, also at the prompt's end, as the release of Ouro does. "weighted": all loops run and are read
+            out, each weighted by the gate's probability of an exit there (that release's `use_weighted_exit`).
         prompt_loops: depth of the prompt, by default num_loops.
-        state_seed: draws h_0 of every position where `state_init` is "normal" (Huginn's release draws one unseeded);
-            without it h_0 is zeros.
+        state_seed: seed of h_0 of every position where `state_init` is "normal" (Huginn's release draws h_0 without a
+            seed); without it h_0 is zeros.
         warm_start: the next token's loops start from the last token's state.
-        draft_loops, draft_tokens: self-speculation: after how many loops a token proposes the next one ("auto": what
-            pays best, measured on the way), and how many tokens may run ahead of full depth.
+        draft_loops, draft_tokens: self-speculation: after how many loops a token proposes the next one ("auto": the
+            fastest number, measured during decoding), and how many tokens may run ahead of full depth.
         cache_sharing: "none", "last" or "cyclic-S".
         cache_dtype: "int8" keeps keys and values of past tokens in 8 bits, for greedy decoding and sampling.
 
-        All are also fields of `generation_config`; None in a call undoes a saved one, and num_loops in a call undoes
-        saved exits, unless the call names a field of them too. With return_dict_in_generate the
-        output has `token_loops`, see `LoopedGenerateOutput`; a streamer with a method `put_loops` receives them before
-        each `put` (but not by assisted decoding).
+        All are also fields of `generation_config`. None in a call undoes a saved value, and num_loops in a call undoes
+        saved exits unless the call sets an exit field too. With return_dict_in_generate the output has `token_loops`,
+        see `LoopedGenerateOutput`. A streamer with a method `put_loops` receives the loops before each `put`, except
+        in assisted decoding.
         """
         asked = dict(locals())
         if (cache := one_cache(kwargs.pop("cache", None), kwargs.pop("past_key_values", None))) is not None:
@@ -111,7 +111,8 @@ class LoopedGenerationMixin(Generative):
             return super().generate(inputs, generation_config, *args, **kwargs)
 
     def _check_names(self, arguments: dict, passed_config: GenerationConfig | None):
-        """transformers too refuses what it does not know, but not what stands in a generation config."""
+        """Refuse arguments with foreign names or without use here, also in generation configs, which transformers does
+        not check."""
         known = {*DEPTH_FIELDS, *GENERATION_FIELDS, *signature(super().generate).parameters}
         refuse_foreign(arguments, known | {*signature(self.forward).parameters}, "generate")
         if unreturned := [name for name in AskedOutputs._fields if arguments.get(name)]:
@@ -126,7 +127,7 @@ class LoopedGenerationMixin(Generative):
             )
         for config in (self.generation_config, passed_config):
             if config is not None:
-                # made of config.json, where a folder has no generation_config.json, it has the fields of that too
+                # without a generation_config.json it is made from config.json, and has the model's fields too
                 others = [name for name in vars(config) if not name.startswith("_") and not hasattr(self.config, name)]
                 known_here = known | {"depth_options", "cache_is_given"}
                 refuse_foreign(others, known_here, "generation_config")
@@ -134,7 +135,8 @@ class LoopedGenerationMixin(Generative):
                     logger.warning_once(f"generation_config has {', '.join(unread)}, which nothing reads.")
 
     def adjust_generation_fn(self, generation_config, *args, **kwargs):
-        """At loading, which may ask for a depth: it wins over a saved one, and over exits, which a warning says."""
+        """Adjust a loaded generation config: num_loops of the loading call replaces saved depth and exits. Warn of
+        saved exits."""
         super().adjust_generation_fn(generation_config, *args, **kwargs)
         if generation_config is not None:
             return
@@ -202,12 +204,12 @@ class LoopedGenerationMixin(Generative):
             "cache of their own: leave it out",
         )
         if torch.is_tensor(options.num_loops) or rule is not None or options.changes_decoding:
-            config.disable_compile = True  # a static cache compiles by itself, but which rows run is data
+            config.disable_compile = True  # static caches turn compilation on, but which rows run depends on data
         return config, model_kwargs
 
     def _get_logits_processor(self, generation_config, *args, **kwargs):
-        """As transformers', where guidance runs the model again, without a prompt: as deep as the call, and from the
-        same first states."""
+        """Build transformers' processors. Classifier-free guidance runs the model again without the prompt: at the
+        depth of the call, and from the same first states."""
         processors = super()._get_logits_processor(generation_config, *args, **kwargs)
         options = getattr(generation_config, "depth_options", None)
         if options is not None:
@@ -218,7 +220,7 @@ class LoopedGenerationMixin(Generative):
         return processors
 
     def _without_prompt(self, num_loops, states: "SeededStates | None", input_ids: torch.Tensor, **kwargs):
-        if torch.is_tensor(num_loops):  # rows may have become several, as beams do
+        if torch.is_tensor(num_loops):  # one prompt may have become several rows, e.g. beams
             num_loops = num_loops.repeat_interleave(input_ids.shape[0] // len(num_loops))
         if states is not None:
             kwargs["initial_state"] = states.of_inputs({"input_ids": input_ids, **kwargs})
@@ -236,11 +238,11 @@ class LoopedGenerationMixin(Generative):
             cache.activate_past_recording()
 
     def prepare_inputs_for_generation(self, input_ids, *args, inputs_embeds=None, **kwargs):
-        # inputs_embeds by name: transformers takes it from the signature whether a prompt may be embeddings
+        # inputs_embeds is named, because transformers reads in the signature whether a prompt may be embeddings
         inputs = super().prepare_inputs_for_generation(input_ids, *args, inputs_embeds=inputs_embeds, **kwargs)
         if isinstance(states := inputs.get("initial_state"), SeededStates):
             inputs["initial_state"] = states.of_inputs(inputs)
-        if "prepare_inputs_for_generation" in vars(self):  # by PEFT, whose virtual tokens ask for the older name
+        if "prepare_inputs_for_generation" in vars(self):  # set by PEFT, which reads the older name
             inputs["past_key_values"] = inputs.get(CACHE)
         return inputs
 
@@ -255,7 +257,7 @@ class LoopedGenerationMixin(Generative):
         **model_kwargs,
     ):
         rules, options = (logits_processor, stopping_criteria, generation_config), generation_config.depth_options
-        # under autocast, this thread would run passes of others in its precision
+        # under autocast, this thread would run passes for other calls in the autocast precision
         is_alone = not options.shares_passes or torch.is_autocast_enabled(input_ids.device.type)
         shared = None if is_alone else shared_passes_of(self)
         obstacle = obstacle_to_row_engine(self, *rules, synced_gpus, model_kwargs)
@@ -298,7 +300,7 @@ class LoopedGenerationMixin(Generative):
         generation_config,
         **model_kwargs,
     ):
-        """One of transformers' own loops; its output, with the loops of each token, which are those of its row."""
+        """Run one of transformers' own decoding loops. Add to its output the loops of each token: those of its row."""
         if mode is not None:
             generation_config.depth_options.refuse_for(mode)
         with room_beside(self, len(input_ids), generation_config.max_length):
@@ -307,12 +309,12 @@ class LoopedGenerationMixin(Generative):
         return with_token_loops(result, depths, input_ids.shape[1], generation_config)
 
     def _depths(self, input_ids, model_kwargs: dict) -> torch.Tensor:
-        """[rows]"""
+        """Return the depth of each row, [rows]."""
         depths = check_depths(model_kwargs.get("num_loops", self.config.num_loops), len(input_ids))
         return on_device(depths, input_ids.device)
 
     def _get_candidate_generator(self, generation_config, *args, model_kwargs: dict, **kwargs):
-        """Depths, exits and first states are those of this model, not of its assistant, which drafts plainly."""
+        """Remove depths, exits and first states: they belong to this model, and the assistant drafts without them."""
         generation_config = copy.copy(generation_config)
         for name in ("depth_options", *set_fields(generation_config)):
             delattr(generation_config, name)
@@ -330,10 +332,10 @@ class LoopedGenerationMixin(Generative):
         max_tokens: int | None = None,
         **kwargs,
     ):
-        """Continuous batching. At one depth that of transformers; with fields of depth (num_loops, exit_criterion and
-        others, in the call, in the generation config or saved with the model; in the call one value, or a list of one
-        per prompt), rows at their own loop and token share every pass: see `shared_passes.py`, also for `max_rows` and
-        `max_tokens`. Its results have `token_loops`.
+        """Run continuous batching: that of transformers if no depth fields are set. With depth fields (num_loops,
+        exit_criterion and others, in the call, the generation config or saved with the model; in the call one value or
+        a list of one per prompt), rows at different loops and tokens share every pass: see `shared_passes.py`, also
+        for `max_rows` and `max_tokens`. The results then have `token_loops`.
         """
         of_batches = {*signature(super().generate_batch).parameters}
         self._check_names({name: value for name, value in kwargs.items() if name not in of_batches}, generation_config)
@@ -343,7 +345,7 @@ class LoopedGenerationMixin(Generative):
         saved = {name: value for name, value in beside_defaults(self.generation_config).items() if name not in given}
         if saved.get("num_loops") == self.config.num_loops:
             del saved["num_loops"]
-        if kwargs.get("cache_implementation") == "paged" and asked:  # generate calls this method, which calls it
+        if kwargs.get("cache_implementation") == "paged" and asked:  # generate and this method would call each other
             raise ValueError(
                 f"cache_implementation='paged' does not take {listed(asked)}: use generate_batch, or leave it out"
             )
@@ -357,7 +359,7 @@ class LoopedGenerationMixin(Generative):
                 f"generate_batch holds equally many key/value heads of every layer, but the core has "
                 f"{sizes.num_key_value_heads} and the other layers {self.config.num_key_value_heads}: use generate"
             )
-        # transformers reads no arguments of generate but one
+        # of the arguments of generate, transformers reads only max_new_tokens
         fields = {name: kwargs.pop(name) for name in GENERATION_FIELDS & kwargs.keys() if name != "max_new_tokens"}
         if fields:
             generation_config = copy.deepcopy(generation_config or self.generation_config)
@@ -389,7 +391,7 @@ class LoopedGenerationMixin(Generative):
 
 
 def check_prompt(prompt):
-    """prompt: ids or embeddings; None starts from the first token."""
+    """Refuse an empty prompt. prompt: ids or embeddings; None starts from bos_token_id."""
     if torch.is_tensor(prompt) and (prompt.ndim < 2 or 0 in prompt.shape[:2]):
         raise ValueError(
             f"the prompt has shape {tuple(prompt.shape)}, but must be [batch, length] with at least one token in each "
@@ -402,14 +404,14 @@ def beside_defaults(generation_config) -> dict:
 
 
 class SeededStates:
-    """h_0 of every position, drawn by its number alone: neither the batch nor how a text is cut changes it."""
+    """Draws h_0 of a position from the seed and the position: neither the batch nor the cuts of a text change it."""
 
     def __init__(self, model, seed: int):
         self.model, self.seed = model, seed
-        self.drawn: list[torch.Tensor] = []  # by position, [state]
+        self.drawn: list[torch.Tensor] = []  # one [state] per position
 
     def of_inputs(self, inputs: dict) -> torch.Tensor:
-        """[rows, length, state]"""
+        """Return h_0 of all tokens of a pass, [rows, length, state]."""
         tokens = inputs["input_ids"] if inputs.get("input_ids") is not None else inputs["inputs_embeds"]
         positions = inputs.get("position_ids")
         if positions is None:
@@ -425,7 +427,7 @@ class SeededStates:
 
 
 class StreamerOfDepths(BaseStreamer):
-    """Tells a streamer that has `put_loops` the loops of every token before the token."""
+    """Passes the loops of every token to the `put_loops` of a streamer, before the token itself."""
 
     def __init__(self, streamer, depths: torch.Tensor):
         self.streamer, self.depths = streamer, depths.cpu()
@@ -439,7 +441,7 @@ class StreamerOfDepths(BaseStreamer):
 
 
 def with_token_loops(result, depths: torch.Tensor, prompt_length: int, generation_config):
-    """transformers' output as ours, with the loops of each token. depths: of rows, or of the beams of all rows."""
+    """Convert transformers' output to ours, with the loops of each token. depths: of rows, or of beams of all rows."""
     if torch.is_tensor(result):
         return result
     if "beam_indices" in result:

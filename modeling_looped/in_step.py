@@ -1,6 +1,6 @@
-"""Plain decoding of rows of one depth where passes are graphs: a whole token of all rows at a time.
+"""Plain decoding at one depth with CUDA graphs: one graph runs a whole token of all rows.
 
-Elsewhere transformers' own loop does this, pass by pass.
+Without graphs, transformers' own loop decodes, pass by pass.
 """
 
 import torch
@@ -19,32 +19,32 @@ from .token_selector import first_batchwise_part
 
 
 def goes_in_step(model, num_rows: int, processors, criteria, config, model_kwargs: dict) -> bool:
-    """Whether this call, which asks for nothing that changes decoding, is run here."""
+    """Return whether this call runs here. The caller has checked that no option changes decoding."""
     options, depths = config.depth_options, model_kwargs.get("num_loops", model.config.num_loops)
     others = {name for name, value in model_kwargs.items() if value is not None} - IN_TICKS
     if others or options.runs_all_loops or type(model_kwargs.get(CACHE)) is not LoopedCache:
         return False
     if adds_virtual_tokens(model) or first_batchwise_part(processors, criteria):
         return False
-    # rows that have ended are computed on by transformers, which shows there
+    # transformers goes on computing ended rows, and scores, logits and stop strings show it
     ends_by_strings = any(isinstance(criterion, StopStringCriteria) for criterion in criteria)
     shows = config.output_scores or config.output_logits or ends_by_strings
     if num_rows > 1 and (shows or rope_type_by_length(model.model) is not None):
         return False
-    # buffers hold all places, and the cache of transformers no more than the window
+    # buffers here hold all places, while the cache of transformers holds only the window
     if model.config.has_windows and 2 * model.config.sliding_window < config.max_length:
         return False
     return can_have_graphs(model, options.is_int8) and len(set(check_depths(depths, num_rows))) == 1
 
 
 def decode_in_step(engine: RowEngine):
-    """`_sample` of transformers."""
+    """Replace `_sample` of transformers."""
     depth, running = engine.limits[0], engine.selector.running
     try:
         while rows := running():
             logits = next_logits(engine, rows, depth)
             engine.emit(rows, logits[:, -1], [depth] * len(rows))
-    except BaseException:  # of a streamer, say: the caller's cache holds what was computed
+    except BaseException:  # e.g. from a streamer: the caller's cache still gets what was computed
         if engine.config.cache_is_given and running():
             engine.store_back(max(engine.last_places(running())))
         raise

@@ -1,7 +1,7 @@
-"""When a token in the pipeline of `speculation.py` proposes the next one: in closed form, from what was measured.
+"""Chooses when a token in the pipeline of `speculation.py` proposes the next one: in closed form, from measurements.
 
-Measured are how often what a token says after k loops is what it says at full depth (of some tokens, read out after
-every loop), and how long a pass over n tokens takes, as a line a + b n.
+These are: how often the readout after k loops agrees with full depth (of some tokens, read out after every loop), and
+how long a pass over n tokens takes, as a line a + b n.
 """
 
 import math
@@ -9,19 +9,19 @@ from collections import deque
 from typing import NamedTuple
 
 
-SURE = 3.0  # lead of the best token over the second, in logits, from which on a token proposes only once
+SURE = 3.0  # from this lead of the best token over the second, in logits, a token proposes only once
 FEWEST_RECORDS = 8
-FEWEST_PLAIN = 2  # tokens of each row
+FEWEST_PLAIN = 2  # tokens of each row that are timed without drafts
 MOST_RECORDS = 32
-# a plan must take at most this part of the time without drafts. Not 1, because rows in step are faster than the fitted
-# line says, and a batch ends with its slowest row
+# a plan must take less than this part of the time without drafts. Not 1, because rows at one loop are faster than the
+# fitted line says, and a batch ends with its slowest row
 WORTHWHILE = 0.8
-GROWTH = 1.002  # of the least seconds of passes of one size, per pass: they take longer as the text grows
+GROWTH = 1.002  # factor on the least seconds of a size at each of its passes: they take longer as the text grows
 
 
 class Plan(NamedTuple):
-    """Proposals after `first` loops, and again after `second`, if any, where the first one was unsure; at most `ahead`
-    tokens of a row in flight behind the one that is verified next."""
+    """Propose after `first` loops, and again after `second` loops (unless None) if the first proposal was unsure. At
+    most `ahead` tokens of a row are in flight behind the one that is verified next."""
 
     first: int
     second: int | None
@@ -29,15 +29,15 @@ class Plan(NamedTuple):
 
 
 class ProbeReading(NamedTuple):
-    """What a token said after some loop: whether full depth agreed, and whether it was sure."""
+    """Readout of a token after some loop: whether full depth agreed with it, and whether it was sure."""
 
     is_right: bool
     is_sure: bool
 
 
 class PassSeconds:
-    """Seconds of a pass as a line over its tokens, through the least of each number of tokens, which what else the
-    machine does disturbs least."""
+    """Fits the seconds of a pass as a + b * tokens. For each number of tokens the fastest pass counts, because other
+    load on the machine only slows passes down."""
 
     def __init__(self):
         self.least: dict[int, float] = {}
@@ -48,11 +48,11 @@ class PassSeconds:
         self.counts[tokens] = min(self.counts.get(tokens, 0) + 1, MOST_RECORDS)
 
     def line(self) -> tuple[float, float]:
-        """a, b >= 0, by least squares. Before passes of two sizes were seen twice, as if all took the same time."""
+        """Return a, b >= 0 by least squares. Until passes of two sizes were each seen twice, b is 0."""
         least, points = math.inf, []
         for tokens in sorted(self.least, reverse=True):
             if self.counts[tokens] > 1:
-                least = min(least, self.least[tokens])  # one of fewer tokens takes no longer
+                least = min(least, self.least[tokens])  # a pass over fewer tokens takes no longer
                 points.append((tokens, least, self.counts[tokens]))
         if not points:
             return 1.0, 0.0
@@ -70,8 +70,9 @@ class PassSeconds:
 class Planner:
     """Chooses the plan of least time per token, or none where that is not worthwhile.
 
-    first: the depth that was asked for, or None. most_ahead: tokens. readout_cost: of the head, in tokens of a pass.
-    has_graphs: without drafts a token is one graph, and takes less time than so many passes.
+    first: `draft_loops` of the call, None for "auto". most_ahead: the largest `ahead` of a plan. readout_cost: cost of
+    the head, in units of one token in one pass. has_graphs: without drafts a token is one graph, faster than its
+    `num_loops` passes would be.
     """
 
     def __init__(
@@ -80,13 +81,13 @@ class Planner:
         self.has_graphs = has_graphs
         self.num_loops, self.first, self.most_ahead, self.readout_cost = num_loops, first, most_ahead, readout_cost
         self.seconds = PassSeconds()
-        self.plain = (0.0, 0)  # seconds in which rows in step said tokens, and how many
-        self.records: deque[list[ProbeReading]] = deque(maxlen=MOST_RECORDS)  # of a token after 1, 2, ... loops
+        self.plain = (0.0, 0)  # seconds spent on tokens without drafts, and how many tokens
+        self.records: deque[list[ProbeReading]] = deque(maxlen=MOST_RECORDS)  # per token: after 1, 2, ... loops
         self.plan: Plan | None = Plan(first or max(1, num_loops // 4), None, most_ahead)
 
     def add_passes(self, count: int, work: int, seconds: float, emitted: int):
-        """`count` passes over so much work took so long. Several at once are those of rows in step, which then said so
-        many tokens."""
+        """Record that `count` passes, each over `work` tokens, took `seconds`. Several passes at once are one token of
+        all rows without drafts; they emitted `emitted` tokens."""
         if count == 1 or not self.has_graphs:
             self.seconds.add(work, seconds / count)
         if count > 1:
@@ -98,8 +99,8 @@ class Planner:
             self.plan = self.choose(rows)
 
     def needs_trial(self, rows: int) -> bool:
-        """Whether how fast rows are without drafts is still to be seen: of several rows, the line of passes with many
-        tokens is too high for those with few, of which drafts leave none."""
+        """Return whether decoding without drafts is still to be timed. With several rows, drafts leave no passes of
+        few tokens to measure, and the line through passes of many tokens is too high for few."""
         return self.tries_plain(rows) and self.plain[1] < FEWEST_PLAIN * rows
 
     def tries_plain(self, rows: int) -> bool:
@@ -120,7 +121,7 @@ class Planner:
         return best
 
     def reason(self, rows: int) -> str:
-        """Why there is no plan."""
+        """Return why there is no plan."""
         rates = [sum(of_loop.is_right for of_loop in column) / len(column) for column in zip(*self.records)]
         per_pass, per_token = self.seconds.line()
         at_work = "1 row" if rows == 1 else f"{rows} rows"
@@ -138,11 +139,11 @@ class Planner:
         return per_pass * self.num_loops + per_token * rows * (self.num_loops + self.readout_cost)
 
     def time(self, plan: Plan, probabilities: tuple[float, ...], line: tuple[float, float], rows: int) -> float:
-        """Seconds until each row has one more token.
+        """Return the expected seconds until each row has one more token.
 
-        The next token starts for good after `first` loops, after `second`, or after all, with the probabilities p. So
-        it comes p . (first, second, num_loops) passes later, but as `ahead` bounds what is in flight, not before
-        num_loops / (ahead + 1). What was started in vain has run some loops until then.
+        The right next token starts after `first` loops, after `second`, or after all, with the probabilities p. So it
+        comes p . (first, second, num_loops) passes later, where `first` is at least num_loops / (ahead + 1), because
+        `ahead` limits the tokens in flight. Tokens that were started wrongly have run some loops until then.
         """
         first, second, ahead = plan
         right_first, right_second, rereads = probabilities
@@ -157,7 +158,8 @@ class Planner:
         return per_pass * passes + per_token * rows * (loops + self.readout_cost * readouts)
 
     def probabilities(self, first: int, second: int | None) -> tuple[float, float, float]:
-        """That the first proposal is right and stays; that only the second is; and that there is a second."""
+        """Return the probabilities that the first proposal is right and kept, that only the second one is right, and
+        that a token is read a second time."""
         right_first = right_second = rereads = 0
         for readings in self.records:
             reading = readings[first - 1]
@@ -170,6 +172,6 @@ class Planner:
         return right_first / len(self.records), right_second / len(self.records), rereads / len(self.records)
 
     def loops_in_vain(self, loops: int, plan: Plan) -> int:
-        """That tokens behind another one have run when it has run `loops`."""
+        """Return the wasted loops: those run by the tokens behind a token whose proposal is rejected after `loops`."""
         tokens = min(plan.ahead, (loops - 1) // plan.first)
         return tokens * loops - plan.first * tokens * (tokens + 1) // 2

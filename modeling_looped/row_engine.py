@@ -1,4 +1,4 @@
-"""A batch whose rows decode apart: its prompt, its cache, and what it returns; and whether it can be decoded so.
+"""A batch whose rows decode independently: its prompt, its cache and its output; checks whether a call allows this.
 
 Passes over its rows: `row_passes.py`.
 """
@@ -28,13 +28,13 @@ from .token_selector import TokenSelector, first_batchwise_part
 
 
 FLEX = "flex_attention"
-# what else a call passes to the model, only a pass of its own can take
+# model arguments that passes over rows can serve; a call with any other argument needs ordinary passes
 IN_TICKS = {"attention_mask", "position_ids", CACHE, "use_cache", "num_loops"}
-IN_TICKS |= {"logits_to_keep", "tokenizer"}  # which change nothing there
+IN_TICKS |= {"logits_to_keep", "tokenizer"}  # without effect in these passes
 
 
 def obstacle_to_row_engine(model, processors, criteria, config, synced_gpus: bool, model_kwargs: dict) -> str | None:
-    """Why this batch cannot be decoded here, or None."""
+    """Return why this batch cannot be decoded here, or None."""
     cache, implementation = model_kwargs.get(CACHE), model.config._attn_implementation
     quantized = look_up("transformers.cache_utils", "QuantizedCache", ())
     obstacles = {
@@ -57,14 +57,14 @@ def obstacle_to_row_engine(model, processors, criteria, config, synced_gpus: boo
         return standing
     if is_split(model):
         return "layers on several devices"
-    # drafts put rows at places of their own, also at some that are dropped
+    # with drafts, rows are at different places, and some of their tokens are dropped again
     if (rope_type := rope_type_by_length(model.model)) is not None:
         return f"rope_type={rope_type!r}, whose angles depend on the longest text so far"
     return first_batchwise_part(processors, criteria)
 
 
 def has_own_passes(model) -> bool:
-    """Whether a pass is what it was written as: rows apart are run in parts of one, and attend in their own way."""
+    """Return whether no method of a pass was replaced: rows here run only parts of a pass, with another attention."""
     trunk = model.model
     blocks = chain(trunk.prelude, trunk.core, trunk.coda)
     attentions = [block.self_attn for block in blocks if hasattr(block, "self_attn")]
@@ -78,7 +78,7 @@ def has_own_passes(model) -> bool:
 
 
 def has_hooks_on_passes(model) -> bool:
-    """Of modules that rows apart do not call."""
+    """Return whether modules have hooks that would not run, because decoding here does not call these modules."""
     return any(map(has_hooks, (model, model.model, *model.model.attention_sites)))
 
 
@@ -87,20 +87,20 @@ def is_paged(model) -> bool:
 
 
 def rope_type_by_length(trunk) -> str | None:
-    """The type of rotary positions that change with the length of the sequence, if layers read any."""
+    """Return the RoPE type whose angles change with the length of the sequence, or None if the model has none."""
     types = [trunk.rotary_of(kind).rope_type for kind in trunk.ropes]
     return next((each for each in types if "dynamic" in each or each == "longrope"), None)
 
 
 def may_be_cut(trunk, config, model_kwargs: dict) -> bool:
-    """Whether the prompt may go through the model in parts, of which each sees the ones before in the cache."""
+    """Return whether the prompt may run in parts, each of which sees the earlier parts in the cache."""
     is_whole = config.cache_is_given or model_kwargs.get("inputs_embeds") is not None  # transformers cuts neither well
-    is_whole |= sharing_of(model_kwargs.get(CACHE)) != "none"  # what tokens see depends on the parts
+    is_whole |= sharing_of(model_kwargs.get(CACHE)) != "none"  # what tokens see would depend on the cuts
     return config.prefill_chunk_size is None and not is_whole and rope_type_by_length(trunk) is None
 
 
 def prompt_goes_in_ticks(model, padding: Padding, config, model_kwargs: dict) -> bool:
-    """Whether tokens of a prompt can be rows of the passes that decode, and give what a pass of their own gives."""
+    """Return whether prompt tokens can be rows of decoding passes, with the same result as in a separate pass."""
     options, cache = config.depth_options, model_kwargs.get(CACHE)
     is_ours = type(cache) is LoopedCache
     others = {name for name, value in model_kwargs.items() if value is not None} - IN_TICKS
@@ -112,24 +112,24 @@ def prompt_goes_in_ticks(model, padding: Padding, config, model_kwargs: dict) ->
     if device == "meta" or not padding.goes_with(model_kwargs.get("position_ids")):
         return False
     if is_paged(model):
-        return not any(padding.starts)  # a page that another batch has left says nothing of padding
+        return not any(padding.starts)  # a reserved page marks all its places as tokens, none as padding
     return device == "cpu" and model.config.attention_softcap is None
 
 
 class PassesOfOthers(NamedTuple):
-    """What a batch must know of those with which it shares passes."""
+    """Settings of a batch that shares passes with other batches."""
 
-    prompt_tokens: int  # the most of a prompt that a pass takes
-    after_loop: Callable[[int], None]  # called in a prompt that runs by itself, with the number of tokens in it
+    prompt_tokens: int  # the most prompt tokens in a pass
+    after_loop: Callable[[int], None]  # called after each loop of a separate prompt pass, with its number of tokens
     pages: Pages
 
 
 class RowEngine:
-    """Runs the prompt, then single loops for chosen rows. `model` is the causal LM; arguments: of its `_sample`.
+    """Runs the prompt, and holds what single loops of rows need. model: the causal LM; arguments: of its `_sample`.
 
-    has_graphs: of `can_have_graphs`, which looks at every module, where it has been asked.
-    others: where other batches share passes with this one. A prompt that can go through the loops beside their rows
-    is left to `row_prompts.py`.
+    has_graphs: result of `can_have_graphs` where the caller has it already, since that check visits every module.
+    others: set if other batches share passes with this one. A prompt that can run in the passes of their rows is left
+    to `row_prompts.py`.
     """
 
     def __init__(
@@ -148,10 +148,10 @@ class RowEngine:
         self.selector = TokenSelector(input_ids, processors, criteria, config, streamer)
         self.num_rows, self.rule = len(input_ids), self.options.exit_rule(model.config)
         self.prompt_loops = None if self.rule is None else self.options.prompt_loops
-        # repeated with the prompts, unlike those of the options
+        # these depths were repeated along with the prompts, unlike num_loops of the options
         self.limits = check_depths(model_kwargs.get("num_loops", model.config.num_loops), self.num_rows)
         self.depths_of_prompts = [min(loops, self.prompt_loops or loops) for loops in self.limits]
-        self.rotary_table = None  # by position
+        self.rotary_table = None  # cos and sin by position
         mask = model_kwargs.get("attention_mask")
         self.padding = Padding(None if mask is None else mask.bool(), self.num_rows)
         self.is_paged, self.warm_state = is_paged(model), None
@@ -161,7 +161,7 @@ class RowEngine:
             logits, self.given_cache, self.prompt_length = None, model_kwargs[CACHE], input_ids.shape[1]
         else:
             logits = self.read_prompt(input_ids, model_kwargs, others)
-        self.held_before = self.prompt_length - input_ids.shape[1]  # tokens that were in the cache beforehand
+        self.held_before = self.prompt_length - input_ids.shape[1]  # tokens in the cache without ids
         self.cache: Any = self.hold(None if others is None else others.pages)  # LoopedCache or PagedRows
         self.shifts = self.shifts_of(model_kwargs.get("position_ids"))
         if has_graphs is None:
@@ -171,7 +171,7 @@ class RowEngine:
             self.emit_first(logits)
 
     def read_prompt(self, input_ids, model_kwargs: dict, others: PassesOfOthers | None) -> torch.Tensor:
-        """Logits of its last token; the cache then holds it."""
+        """Run the prompt, after which the cache holds it. Return the logits of its last token."""
         length, after_loop = input_ids.shape[1], None
         if others is not None:
             after_loop = others.after_loop
@@ -183,7 +183,7 @@ class RowEngine:
         return outputs.logits[:, -1]
 
     def shifts_of(self, positions: torch.Tensor | None) -> list[int]:
-        """From a place of each row to its position, which leaves out padding."""
+        """Return position minus place for each row; positions do not count padding."""
         if positions is None:
             return [0] * self.num_rows
         shifts = (positions[:, -1] - (self.prompt_length - 1)).tolist()
@@ -192,12 +192,12 @@ class RowEngine:
     def emit_first(self, logits: torch.Tensor):
         try:
             self.selector.emit(list(range(self.num_rows)), logits, self.depths_of_prompts)
-        except BaseException:  # of a client that has gone, too
+        except BaseException:  # also if a client has disconnected
             self.cache.release()
             raise
 
     def hold(self, pages: Pages | None) -> LoopedCache | PagedRows:
-        """What the prompt has left, or will leave, where rows can go on apart."""
+        """Return the cache of the prompt, or an empty one for it, in a form in which rows can go on independently."""
         is_ours = isinstance(self.given_cache, LoopedCache)
         cache = self.given_cache if is_ours else LoopedCache(self.model.config, num_loops=max(self.limits))
         if self.prompt_is_left:
@@ -208,13 +208,13 @@ class RowEngine:
             if not self.returns_cache:
                 self.given_cache.layers.clear()
             return held
-        cache.is_int8 = self.options.is_int8  # whatever a call before asked for
+        cache.is_int8 = self.options.is_int8  # an earlier call may have set it otherwise
         cache.fill_buffers(self.given_cache, self.config.max_length, self.prompt_length)
         return cache
 
     @property
     def copies_past(self) -> bool:
-        """Whether attention copies what each token sees."""
+        """True if attention copies what each token sees."""
         return self.is_paged and self.model.device.type == "cpu"
 
     @property
@@ -222,7 +222,7 @@ class RowEngine:
         return self.config.return_dict_in_generate or self.config.cache_is_given
 
     def prefill(self, input_ids, model_kwargs: dict, after_loop: Callable[[int], None] | None):
-        """The prompt by an ordinary pass. With a warm start, the next token starts from the state of the last one."""
+        """Run the prompt in an ordinary pass. With a warm start, the next token starts from the last token's state."""
         # a pass with fewer loops would drop the deeper slots of the cache, so the prompt runs with an exit that always
         # passes at prompt_loops
         if self.prompt_loops is not None:
@@ -245,7 +245,7 @@ class RowEngine:
             if hook is not None:
                 hook.remove()
         self.warm_state = self.trunk.to_next_loop(states[-1]) if states else None
-        mask = model_kwargs.get("attention_mask")  # transformers drops one without padding
+        mask = model_kwargs.get("attention_mask")  # transformers drops a mask without padding
         of_mask = getattr(self.config, "_mask_length", None) or 0 if mask is None else mask.shape[1]
         length = max(input_ids.shape[1], of_mask)
         held = int(outputs.cache.get_seq_length())
@@ -257,11 +257,11 @@ class RowEngine:
         return outputs
 
     def last_places(self, rows: list[int]) -> list[int]:
-        """Of the last token of each row."""
+        """Return the place of the last token of each row."""
         return [self.held_before + self.selector.lengths[row] - 1 for row in rows]
 
     def emit(self, rows: list[int], logits: torch.Tensor, loops: list[int], noise: torch.Tensor | None = None):
-        """The next token of `rows`, whose last one took so many loops; those that have got theirs."""
+        """Emit the next token of `rows`, whose last token ran `loops`. Return the rows that received one."""
         self.cache.leave_in_deeper_loops(rows, loops, self.last_places(rows))
         return self.selector.emit(rows, logits, loops, noise)
 
@@ -269,7 +269,7 @@ class RowEngine:
         return TokensOfEngine(self, rows, self.last_places(rows))
 
     def rotary(self, x: torch.Tensor, positions: torch.Tensor, furthest: int) -> torch.Tensor | None:
-        """Of these positions, [rows, 1]; looked up, unless they change with the length of the sequence."""
+        """Return the rotary tables of positions, [rows, 1]: looked up, unless they change with the sequence length."""
         if not self.trunk.ropes:
             return None
         if rope_type_by_length(self.trunk) is not None:
@@ -283,8 +283,8 @@ class RowEngine:
         return torch.stack([table for pair in self.trunk.rotary(x, positions).values() for table in pair], dim=2)
 
     def compute_ends(self, end: int):
-        """Up to a place in the cache, the last token and the padding of rows that ended before others: as deep as a
-        prompt's, of which they will be part."""
+        """Compute, up to place `end`, the last token and the padding of rows that ended before others. They run as
+        deep as prompt tokens, because they will be part of a prompt."""
         starts = self.last_places(list(range(self.num_rows)))
         left = sorted((place, row) for row, start in enumerate(starts) for place in range(start, end))
         for first in range(0, len(left), TOKENS_OF_COPIES):
@@ -298,15 +298,15 @@ class RowEngine:
                 self.cache.leave_in_deeper_loops(group.rows, [depth] * len(group.rows), group.places)
 
     def store_back(self, length: int):
-        """So many tokens of every row, into the cache that was given."""
+        """Write `length` tokens of every row into `given_cache`, the cache of the call."""
         self.compute_ends(length)
         self.cache.store_back(self.given_cache, length)
 
     def output(self):
-        """What `_sample` of transformers returns."""
+        """Return what `_sample` of transformers returns."""
         sequences, loops = self.selector.finish()
         if self.returns_cache:
-            new_tokens = sequences.shape[1] - self.selector.prompt_length - 1  # nothing was computed from the last
+            new_tokens = sequences.shape[1] - self.selector.prompt_length - 1  # the last token did not run
             self.store_back(self.prompt_length + new_tokens)
         if not self.config.return_dict_in_generate:
             return sequences

@@ -1,12 +1,12 @@
-"""Passes of rows that decode apart as CUDA graphs: recorded once, replayed for other tokens.
+"""Passes of rows that decode independently, as CUDA graphs: recorded once, replayed for other tokens.
 
-A pass of a few rows is dozens of small kernels in every layer, and a GPU computes them faster than a processor can
-launch them. A graph launches them at once. All that it reads stays where it is: what the tokens are, and where each
-row stands (its row in the cache, its loop and its place). So that many tokens share a graph, it attends to more places
-than are filled, under a mask.
+A pass of a few rows consists of dozens of small kernels in every layer, and a GPU computes them faster than a
+processor can launch them. A graph launches them at once. Its inputs stay at fixed addresses: the tokens, and for each
+token its row in the cache, its loop and its place. So that many tokens share a graph, it attends to more places than
+are filled, under a mask.
 
-Graphs live as long as a generation. Models that others watch or have changed run kernel by kernel, as all do with
-LOOPED_CUDA_GRAPHS=0 in the environment.
+Graphs live as long as a generation. Models with hooks or changed methods run kernel by kernel, and so do all models
+with LOOPED_CUDA_GRAPHS=0 in the environment.
 """
 
 import gc
@@ -31,10 +31,10 @@ logger = logging.get_logger(__name__)
 
 DEVICES = {"cuda"}
 SWITCH = "LOOPED_CUDA_GRAPHS"
-LENGTH_STEP = 256  # places by which the attention of a graph is longer than that of the one before
-MOST = 64  # graphs of an engine: each takes some memory of the device
-AFTER = 2  # passes of a kind that run without a graph: a call that ends soon needs none
-WITHOUT_MEMORY = 100  # passes of a kind that run without a graph, after one for which there was no memory
+LENGTH_STEP = 256  # the number of places that graphs attend to is a multiple of this
+MOST = 64  # the most graphs of an engine: each takes some memory of the device
+AFTER = 2  # passes of each kind that run before a graph is recorded: a short call needs none
+WITHOUT_MEMORY = 100  # passes of a kind that run without a graph after a recording that ran out of memory
 RECORDED_PACKAGES = "torch.", "transformers.", "peft.tuners.lora.", __name__.partition(".")[0] + "."
 
 
@@ -43,7 +43,7 @@ class CannotRecord(RuntimeError):
 
 
 def can_have_graphs(model, is_int8: bool) -> bool:
-    """Whether passes of this model are the same kernels on other numbers."""
+    """Return whether all passes of this model launch the same kernels and differ only in the data."""
     config, device = model.config, model.device.type
     if device not in DEVICES or _failed or not is_switched_on(SWITCH, "passes of rows as CUDA graphs"):
         return False
@@ -54,7 +54,7 @@ def can_have_graphs(model, is_int8: bool) -> bool:
         or is_int8
     ):
         return False
-    # numbers of the host, which are read once
+    # these depend on loop numbers on the host, which a graph reads only when it is recorded
     if config.shares_keys or model.model.loop_embedding is not None:
         return False
     is_watched = model.training or has_global_hooks() or torch.is_autocast_enabled(device)
@@ -62,7 +62,7 @@ def can_have_graphs(model, is_int8: bool) -> bool:
 
 
 def can_be_recorded(module: nn.Module, device: str) -> bool:
-    """Nobody watches its calls, and its kernels are launched where torch is told to."""
+    """Return whether the module has no hooks or changes, and launches its kernels on the current stream of torch."""
     is_known = type(module).__module__.startswith(RECORDED_PACKAGES) and module._compiled_call_impl is None
     return (
         is_known
@@ -75,10 +75,10 @@ def can_be_recorded(module: nn.Module, device: str) -> bool:
 
 
 class StaticView:
-    """What the blocks see of the cache: as `RowView`, but where rows stand is known to the device alone.
+    """View of the cache for the blocks, like `RowView`, but rows, loops and places are known only to the device.
 
-    rows, loops, places: of each token, as for `RowView`. rows are None where the tokens are of all rows, one each;
-    loops one number where all are at one. length: of the places that attention reads.
+    rows, loops, places: one entry for each token, as in `RowView`. rows is None if there is one token of every row;
+    loops is one number if all tokens are at one loop. length: number of places that attention reads.
     """
 
     def __init__(self, cache, padding, rows: torch.Tensor | None, loops, places: torch.Tensor, length: int):
@@ -88,7 +88,7 @@ class StaticView:
         self.masks_by_window = {}
 
     def go_to(self, loops: list[int]):
-        self.loops = loops[0]  # of all
+        self.loops = loops[0]  # the same for all tokens
 
     def row_attention(self, queries, keys, values, slot: int, scaling: float) -> torch.Tensor:
         buffer, window = self.cache.buffers[slot], self.cache.windows[slot]
@@ -106,13 +106,13 @@ class StaticView:
             mask = visible(self.every_row, self.places, self.length, window, self.padding)
             self.masks_by_window[window] = mask
         keys, values = seen.unbind(2)
-        # heads that share keys and values as queries of one head: with a mask, few kernels know groups
+        # query heads that share keys and values become several queries of one head: few kernels take groups and a mask
         grouped = queries.unflatten(1, (keys.shape[1], -1)).squeeze(3)
         return attend_to_all(grouped, keys, values, self.masks_by_window[window], scaling).reshape(queries.shape)
 
 
 class Standing(NamedTuple):
-    """Where tokens stand, one entry for each."""
+    """Rows, loops and places of tokens, one entry for each token."""
 
     rows: list[int]
     loops: list[int]
@@ -120,17 +120,17 @@ class Standing(NamedTuple):
 
 
 class Pass:
-    """A kind of pass over so many tokens: what it reads, and its graph once it has one."""
+    """A kind of pass over a fixed number of tokens: its inputs, and its graph once it is recorded."""
 
     def __init__(self):
         self.runs = 0
         self.inputs: dict[str, torch.Tensor] = {}
-        self.given: dict[str, torch.Tensor] = {}  # what was last copied there
-        self.standing: Standing | None = None  # as inputs["where"] says it
+        self.given: dict[str, torch.Tensor] = {}  # tensors last copied into `inputs`
+        self.standing: Standing | None = None  # the contents of inputs["where"], if known
         self.graph: Recording | Repeated | None = None
 
     def take(self, name: str, tensor: torch.Tensor | None):
-        """None of these tensors is written in place."""
+        """Copy a tensor into the inputs, unless it is there already: callers never write these tensors in place."""
         if tensor is None or self.given.get(name) is tensor:
             return
         self.given[name] = tensor
@@ -141,15 +141,15 @@ class Pass:
 
 
 class RowGraphs:
-    """Of one engine. A pass is asked for by what the host knows of its tokens; the answer is None where it is to run
-    without a graph."""
+    """Graphs of one engine. Each method runs a pass from what the host knows of its tokens, or returns None if the
+    pass must run without a graph."""
 
     def __init__(self, engine):
         self.model, self.trunk, self.cache, self.padding = engine.model, engine.trunk, engine.cache, engine.padding
         self.depth = engine.limits[0]
         one_factor = len(set(map(self.trunk._residual_factor, engine.limits))) == 1
-        self.loops_are_alike = one_factor and self.trunk.num_loop_sets is None  # but for the first, maybe
-        self.made_for = 0, 0  # the length of attention, and the capacity of the buffers, which move when it grows
+        self.loops_are_alike = one_factor and self.trunk.num_loop_sets is None  # except perhaps the first
+        self.made_for = 0, 0  # the length of attention, and the capacity of the buffers, which move when they grow
         self.passes: dict[tuple, Pass] = {}
 
     @property
@@ -157,7 +157,7 @@ class RowGraphs:
         return self.loops_are_alike and not _failed
 
     def enter(self, group, ids, positions, rotary) -> torch.Tensor | None:
-        """From ids and positions, [tokens, 1], to what every loop reads."""
+        """Run embedding and prelude of ids and positions, [tokens, 1], which gives the input of every loop."""
         if not len(self.trunk.prelude):
             return None
         standing = Standing(group.rows, [0] * len(ids), group.places)
@@ -165,7 +165,7 @@ class RowGraphs:
         return self.run("enter", standing, inputs, self._enter)
 
     def loop(self, tokens, loops: list[int], state: torch.Tensor) -> torch.Tensor | None:
-        """H_{t+1} of tokens at `loops`, which may differ."""
+        """Return H_{t+1} of tokens at `loops`, which may differ."""
         if not self.loops_are_alike:
             return None
 
@@ -178,7 +178,7 @@ class RowGraphs:
         return self.run("loop", Standing(group.rows, loops, group.places), inputs, one_loop, moves="loops")
 
     def read(self, tokens, state: torch.Tensor) -> torch.Tensor | None:
-        """Logits, [tokens, 1, vocabulary]."""
+        """Run coda and head. Return the logits, [tokens, 1, vocabulary]."""
         if not len(self.trunk.coda) or not self.trunk.reads_alike:
             return None
 
@@ -191,7 +191,7 @@ class RowGraphs:
         return self.run("read", standing, {"state": state, "ids": tokens.ids, "rotary": tokens.rotary}, logits)
 
     def token(self, group, ids, positions, rotary) -> torch.Tensor | None:
-        """All of a token, of rows in step: from its id to the logits of the next, [rows, 1, vocabulary]."""
+        """Run all loops of one token of each row together. Return logits of the next, [rows, 1, vocabulary]."""
 
         def logits(held: dict, view: StaticView) -> torch.Tensor:
             trunk, context = self.trunk, self.context(held, view)
@@ -216,8 +216,8 @@ class RowGraphs:
         compute: Callable[[dict, StaticView], torch.Tensor],
         moves: str = "",
     ) -> torch.Tensor | None:
-        """What `compute` returns, of its inputs and a view of these tokens. moves: which of where tokens stand goes on
-        by one with every pass, if any, which is then known to the device."""
+        """Return what `compute` returns for the inputs and a view of these tokens. moves: the field of `Standing`, if
+        any, that the graph itself increases by one at the end of every pass."""
         if _failed:
             return None
         rows, _, places = standing
@@ -250,17 +250,17 @@ class RowGraphs:
             its.take("where", on_device(list(standing), device))
             try:
                 its.graph = record(of_view, device)
-            except CannotRecord as error:  # a kernel that waits for the device, say
+            except CannotRecord as error:  # e.g. a kernel that waits for the device
                 refuse_graphs(str(error))
                 return None
-            except torch.OutOfMemoryError:  # while a graph is recorded, torch gives nothing back that it keeps
+            except torch.OutOfMemoryError:  # torch frees no cached memory while it records a graph
                 its.runs = -WITHOUT_MEMORY
                 torch.cuda.empty_cache()
                 return None
-            its.standing = None  # recording has moved on, too
+            its.standing = None  # recording has increased `moves` too
         if its.standing != standing:
             its.take("where", on_device(list(standing), device))
-        its.standing = None  # as long as it is not sure how far the device has got
+        its.standing = None  # unknown if the replay fails
         found = its.graph.replay()
         moved = {moves: [number + 1 for number in getattr(standing, moves)]} if moves else {}
         its.standing = standing._replace(**moved)
@@ -278,19 +278,19 @@ _failed: list[str] = []  # why no more graphs are recorded in this process
 
 
 def refuse_graphs(reason: str):
-    """A recording that failed leaves torch in a state in which the next ones would too."""
+    """Record no more graphs: a failed recording leaves torch in a state in which later ones would fail too."""
     _failed.append(reason)
     logger.warning(f"Passes run kernel by kernel from here on, as one could not be recorded as a CUDA graph: {reason}")
 
 
 class Room(NamedTuple):
-    """Where the graphs of a stream are recorded, and have their memory, the same for all: no two are replayed at the
-    same time."""
+    """Recording stream and memory of all graphs that are replayed on one stream. They share the memory, since no two
+    are replayed at the same time."""
 
     lock: threading.RLock
     stream: torch.cuda.Stream
-    handle: Any  # of the memory
-    holder: torch.cuda.CUDAGraph  # as long as one graph is there, torch keeps the memory for the next
+    handle: Any  # of the memory pool
+    holder: torch.cuda.CUDAGraph  # keeps the memory: torch frees it when no graph is left
 
 
 _rooms: dict[tuple[int, int], Room] = {}
@@ -309,13 +309,13 @@ def room_of_current_stream() -> Room:
 
 
 def capture(room: Room, graph: torch.cuda.CUDAGraph, function: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """What `function` returns; its tensor is filled by every replay."""
+    """Record `function` into `graph`. Return its output tensor, which every replay fills."""
     here = torch.cuda.current_stream()
     room.stream.wait_stream(here)
     try:
         with torch.cuda.stream(room.stream), no_garbage_collection():
-            function()  # what kernels set up when they first run is not part of a graph
-            # a workspace that lies outside of the memory of the graphs goes when one of them does, for all of them
+            function()  # kernels set themselves up at their first run, which must not be part of a graph
+            # a cuBLAS workspace outside the memory of the graphs would be freed for all of them along with one graph
             torch._C._cuda_clearCublasWorkspaces()
             try:
                 graph.capture_begin(pool=room.handle, capture_error_mode="thread_local")
@@ -335,7 +335,7 @@ def capture(room: Room, graph: torch.cuda.CUDAGraph, function: Callable[[], torc
 
 @contextmanager
 def no_garbage_collection():
-    """What goes with a graph that is collected is not allowed while another one is recorded."""
+    """Suspend garbage collection: freeing a graph is not allowed while another one is recorded."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -346,7 +346,7 @@ def no_garbage_collection():
 
 
 class Recording:
-    """What a function launches on the tensors that it reads, launched again at once."""
+    """A CUDA graph of the kernels of a function. A replay launches them at once, on the same tensors."""
 
     def __init__(self, function: Callable[[], torch.Tensor]):
         self.room, self.graph = room_of_current_stream(), torch.cuda.CUDAGraph()
@@ -360,7 +360,7 @@ class Recording:
 
 
 class Repeated:
-    """The same where there are no graphs."""
+    """Replacement of `Recording` on devices without graphs: calls the function again."""
 
     def __init__(self, function: Callable[[], torch.Tensor]):
         self.replay = function

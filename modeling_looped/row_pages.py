@@ -1,9 +1,9 @@
-"""Rows that decode apart, of one batch or of many requests, with their keys and values in pages of one memory.
+"""Keys and values, in pages of one memory, of rows that decode independently, of one batch or of many requests.
 
-So decodes a model whose `attn_implementation` is "flex_attention": a single call in each layer attends for all rows,
-whatever their loops and lengths, and reads what they see where it lies. A *line* is what one loop of one row has seen,
-in all layers that this loop runs; its pages lie anywhere. Lengths of different rows cost no memory, and a request that
-ends leaves its pages to the next.
+Models with `attn_implementation="flex_attention"` decode this way: a single call in each layer attends for all rows,
+whatever their loops and lengths, and reads keys and values without copies. A *line* is what one loop of one row has
+seen, in all layers that this loop runs; its pages may lie anywhere. Rows of different lengths waste no memory, and a
+request that ends leaves its pages to the next.
 """
 
 import functools
@@ -20,8 +20,8 @@ from .tensors import on_device
 
 
 flex_attention: Any = look_up("torch.nn.attention.flex_attention", "flex_attention")
-PAGE = 128  # places: a block of the kernel, which reads or skips whole blocks
-WIDTHS = [4**i for i in range(12)]  # tokens for which there is a kernel
+PAGE = 128  # places in a page, which is a block of the kernel: it reads or skips whole blocks
+WIDTHS = [4**i for i in range(12)]  # numbers of tokens for which there is a kernel
 
 
 class Line:
@@ -29,23 +29,23 @@ class Line:
         self.number, self.pages = number, []
 
     def index(self, place: int) -> int:
-        """Where the memory holds it."""
+        """Return where the memory holds this place."""
         return self.pages[place // PAGE] * PAGE + place % PAGE
 
 
 class Pool:
-    """The memory of the layers that loop, or of those that run once: by slot of the first loop, keys and values,
-    [2, heads, pages * PAGE, head_dim]. A page is the same place in all of them."""
+    """Memory of the layers that loop, or of those that run once: keys and values by slot of the first loop,
+    [2, heads, pages * PAGE, head_dim]. A page has the same index in all of these tensors."""
 
     def __init__(self):
         self.memory: dict[int, torch.Tensor] = {}
-        # of each page: its line, the place at which it starts, and which of its places hold tokens, not padding
+        # for each page: its line, the place at which it starts, and which of its places hold tokens, not padding
         self.tables: dict[str, torch.Tensor] = {}
         self.num_pages = 0
         self.free: list[int] = []
 
     def hold(self, slot: int, like: torch.Tensor):
-        """Room in a layer, for states like these, [rows, heads, length, head_dim]."""
+        """Create the memory of a layer if it has none. like: keys, [rows, heads, length, head_dim]."""
         if not self.tables:
             numbers = torch.zeros(0, dtype=torch.long, device=like.device)
             self.tables = {"line": numbers, "start": numbers, "is_token": numbers.new_zeros(0, PAGE, dtype=torch.bool)}
@@ -53,7 +53,7 @@ class Pool:
             self.memory[slot] = like.new_zeros(2, like.shape[1], self.num_pages * PAGE, like.shape[-1])
 
     def reserve(self, lines: list[Line], length: int):
-        """Pages for so many places of each line."""
+        """Take free pages until each line has pages for `length` places."""
         new = [(line, start) for line in lines for start in range(len(line.pages) * PAGE, length, PAGE)]
         if not new:
             return
@@ -69,8 +69,8 @@ class Pool:
             line.pages.append(page)
 
     def grow(self, missing: int):
-        """By half at least, so that copying stays rare. Layer by layer: what fails for want of memory changes nothing
-        that counts, and what is left over is taken at the next attempt."""
+        """Add pages, at least half as many as there are, so that copying stays rare. Layers grow one after the other:
+        if memory runs out, `num_pages` is unchanged, and the next attempt keeps the layers that have already grown."""
         num_pages = self.num_pages + max(missing, self.num_pages // 2)
         for slot, held in self.memory.items():
             extra = num_pages * PAGE - held.shape[2]
@@ -81,19 +81,19 @@ class Pool:
         self.num_pages = num_pages
 
     def write(self, slot: int, index: torch.Tensor, keys: torch.Tensor, values: torch.Tensor):
-        """keys and values: [rows, heads, length, head_dim], whose places are these, row after row."""
+        """Write keys and values, [rows, heads, length, head_dim]. index: their places in the memory, row after row."""
         memory = self.memory[slot]
         states = torch.stack([keys, values]).to(memory.dtype)  # [2, rows, heads, length, head_dim]
         memory.index_copy_(2, index, states.transpose(1, 2).flatten(2, 3))
 
     def read(self, slot: int, index: torch.Tensor, num_rows: int) -> torch.Tensor:
-        """The same, [2, rows, heads, length, head_dim]."""
+        """Read what `write` wrote at these indices, [2, rows, heads, length, head_dim]."""
         states = self.memory[slot].index_select(2, index)
         return states.unflatten(2, (num_rows, -1)).transpose(1, 2)
 
 
 class Pages:
-    """All pages of a model, of which every batch that it decodes takes some."""
+    """All pages of a model. Every batch that it decodes takes some of them."""
 
     def __init__(self, config):
         self.config = config
@@ -109,9 +109,10 @@ class Pages:
 
 
 class PagedRows:
-    """The rows of a batch: what a `LoopedCache` is where rows decode apart, with its keys and values in pages.
+    """Cache of the rows of a batch, used in place of a `LoopedCache`, with keys and values in pages.
 
-    cache: holds the prompt; another may give `layout`, the number of loops and windows. has_token: [rows, length].
+    cache: holds the prompt; layout: the cache that defines the number of loops and the windows, maybe another one;
+    has_token: [rows, length].
     """
 
     def __init__(self, pages: Pages, cache, layout: LoopedCache, has_token: torch.Tensor | None):
@@ -138,7 +139,7 @@ class PagedRows:
         for slot in range(self.config.core_slot(self.num_stored_loops)):
             first_slot, loop = self.config.split_slot(slot)
             pool, held = self.pages.pool_of(first_slot), cache.layers[slot]
-            # a static layer holds more than the tokens so far, a sliding one less, its window
+            # a static layer is longer than the tokens so far; a sliding one holds only its window
             keys, values = held.keys[..., :length, :], held.values[..., :length, :]
             index = self.index(pool, loop, length - keys.shape[2], length, keys.device)
             pool.write(first_slot, index, keys, values)
@@ -152,12 +153,12 @@ class PagedRows:
         self.capacity = max(self.capacity, length)
 
     def index(self, pool: Pool, loop: int, start: int, end: int, device) -> torch.Tensor:
-        """Of the places from start to end of all rows, row after row."""
+        """Return where the memory holds the places from start to end of all rows, row after row."""
         places = range(start, end)
         return on_device([lines[loop].index(place) for lines in self.lines[pool] for place in places], device)
 
     def leave_in_deeper_loops(self, rows: list[int], loops: list[int], places: list[int]):
-        """A token of each row, at its place, leaves its last keys and values in slots that it did not use."""
+        """Copy the last keys and values of a token of each row, at its place, to the slots of loops it did not run."""
         pool, sources, targets = self.pages.core, [], []
         for row, ran, place in zip(rows, map(self.config.num_stored_loops, loops), places):
             lines = self.lines[pool][row]
@@ -171,7 +172,7 @@ class PagedRows:
             memory.index_copy_(2, target, memory.index_select(2, source))
 
     def store_back(self, cache, length: int):
-        """`cache` is to hold the tokens up to `length` of all rows; of one that is deeper, the deeper slots too."""
+        """Append the tokens up to `length` of all rows to `cache`. If it has more loops, fill their slots too."""
         start = int(cache.get_seq_length())
         if start == length:  # no token was computed after the prompt
             return
@@ -183,7 +184,7 @@ class PagedRows:
             cache.update(*pool.read(first_slot, index, len(lines)), slot)
 
     def release(self):
-        """The pages, for others."""
+        """Return all pages to the pools, for other batches."""
         for pool, lines in self.lines.items():
             for line in (line for of_row in lines for line in of_row):
                 pool.free.extend(line.pages)
@@ -191,9 +192,9 @@ class PagedRows:
 
 
 class PagedView:
-    """What the blocks see during a pass over tokens of rows of such batches: `RowView` for pages.
+    """View of the caches for the blocks, during a pass over tokens of one or several `PagedRows`: `RowView` for pages.
 
-    parts: rows, and the place of the token of each; loops: of all tokens, counted from 0.
+    parts: for each batch its rows, and the place of the token of each row; loops: of all tokens, counted from 0.
     """
 
     def __init__(self, parts: list[tuple[PagedRows, list[int], list[int]]], loops: list[int]):
@@ -201,14 +202,14 @@ class PagedView:
         self.tokens = [(batch, row, place) for batch, rows, places in parts for row, place in zip(rows, places)]
         for batch, rows, places in parts:
             batch.reserve(rows, max(places) + 1)
-        self.width = next(width for width in WIDTHS if width >= len(self.tokens))  # of the kernel
+        self.width = next(width for width in WIDTHS if width >= len(self.tokens))  # number of tokens of the kernel
         self.go_to(loops)
 
     def go_to(self, loops: list[int]):
         self.loops = list(map(self.config.stored_loop, loops))
-        # those of a loop that makes keys and values; beside them, some are computed for others in vain
+        # tokens at loops that make keys and values; those computed for other tokens are not used
         self.writing = [i for i, loop in enumerate(loops) if self.config.makes_keys(loop)]
-        self.own: dict[Pool, torch.Tensor] = {}  # where the tokens that are written lie
+        self.own: dict[Pool, torch.Tensor] = {}  # where the memory holds the tokens that are written
         self.masks_of: dict[tuple[Pool, int | None], Any] = {}
 
     def line(self, pool: Pool, i: int) -> Line:
@@ -217,7 +218,8 @@ class PagedView:
         return lines[index_of_loop(self.loops[i], len(lines))]
 
     def row_attention(self, queries, keys, values, slot: int, scaling: float) -> torch.Tensor:
-        """[tokens, heads, 1, head_dim] each; keys and values: None where no token's loop makes any."""
+        """Write keys and values, and attend; [tokens, heads, 1, head_dim] each. keys and values are None where no
+        token's loop makes any."""
         pool = self.pages.pool_of(slot)
         memory = pool.memory[slot]
         if keys is not None and self.writing:
@@ -234,7 +236,7 @@ class PagedView:
         return attend(queries.to(memory.dtype), memory, self.masks_of[kind], scaling, self.config.attention_softcap)
 
     def mask(self, pool: Pool, window: int | None):
-        """Which pages each token reads, and what of them it sees."""
+        """Build the mask: which pages each token reads, and which of their places it sees."""
         lines, lasts = [self.line(pool, i) for i in range(len(self.tokens))], [place for *_, place in self.tokens]
         firsts = [0 if window is None else max(0, last + 1 - window) for last in lasts]
         read = [line.pages[first // PAGE : last // PAGE + 1] for line, first, last in zip(lines, firsts, lasts)]
@@ -260,20 +262,20 @@ class PagedView:
             BLOCK_SIZE=PAGE,
             mask_mod=sees,
             seq_lengths=(1, pool.num_pages * PAGE),
-            compute_q_blocks=False,  # read by gradients alone
+            compute_q_blocks=False,  # only gradients need them
         )
 
 
 def attend_to_pages(queries, memory, mask, scaling: float, softcap: float | None) -> torch.Tensor:
-    """queries: [tokens, heads, 1, head_dim]; memory: of a layer of a pool. By a kernel that is compiled once for all
-    lengths, and for some numbers of tokens."""
+    """Attend by a kernel that is compiled once for all lengths, and for some numbers of tokens (`WIDTHS`). queries:
+    [tokens, heads, 1, head_dim]; memory: of one layer of a pool."""
     wide = queries.new_zeros(len(mask.kv_num_blocks), *queries.shape[1:])
     wide[: len(queries)] = queries
     keys, values = memory.unsqueeze(1).unbind()
     torch._dynamo.mark_static(wide)
     for states in (keys, values):
         torch._dynamo.mark_static(states, [0, 1, 3])
-    # a tensor: the kernel takes no number that its compilation leaves open
+    # a tensor, because the kernel takes no number that is dynamic in its compilation
     limit = None if softcap is None else queries.new_full((), softcap, dtype=torch.float32)
     return compiled_kernel()(wide, keys, values, mask, scaling, limit)[: len(queries)]
 
@@ -290,12 +292,12 @@ def capped_at(softcap: torch.Tensor) -> Callable:
 
 @functools.cache
 def compiled_kernel() -> Callable:
-    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)  # for each width of pages
+    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)  # for each of `WIDTHS`
     return torch.compile(kernel, dynamic=True)
 
 
 def attend_to_copies(queries, memory, mask, scaling: float, softcap: float | None) -> torch.Tensor:
-    """The same where torch has no such kernel: what it compiles for CPUs fails where lengths vary."""
+    """Attend like `attend_to_pages`, on CPUs: the kernel that torch compiles for CPUs fails where lengths vary."""
     count = len(queries)
     num_read = mask.kv_num_blocks[:count, 0, 0, None]
     columns = torch.arange(int(num_read.max()))

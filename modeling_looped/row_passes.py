@@ -1,7 +1,7 @@
-"""Passes over tokens of rows that stand at places and loops of their own: what decoding row by row is made of.
+"""Passes over tokens of rows at different places and loops: the parts from which decoding of single rows is built.
 
-`continuous.py` and `speculation.py` decide which rows, of one batch or of several, run which loop of which token; here
-it is run. The batch itself, its prompt and its cache: `row_engine.py`.
+`continuous.py` and `speculation.py` decide which rows, of one batch or of several, run which loop of which token; this
+file runs it. The batch itself, its prompt and its cache: `row_engine.py`.
 """
 
 from collections.abc import Callable
@@ -20,11 +20,11 @@ from .row_view import JointView, RowView
 from .tensors import on_device
 
 
-TOKENS_OF_COPIES = 32  # of one row in a pass, where attention copies what each of them sees
+TOKENS_OF_COPIES = 32  # the most prompt tokens in a pass where attention copies what each token sees
 
 
 class TokensOfEngine(NamedTuple):
-    """Which tokens of the batch of one engine: the row of each, which may have several, and its place in the cache."""
+    """Tokens of the batch of one engine: the row of each (a row may have several) and its place in the cache."""
 
     engine: Any  # a `RowEngine`, whose file imports this one
     rows: list[int]
@@ -37,10 +37,10 @@ class TokensOfEngine(NamedTuple):
 
 @dataclass
 class Tokens:
-    """Tokens of one engine, or of several of one model in one pass, and what all loops of them read,
+    """Tokens of a pass, from one or several engines of one model, and the tensors that all their loops read,
     [tokens, 1, ...] each."""
 
-    groups: list[TokensOfEngine]  # one of each engine
+    groups: list[TokensOfEngine]  # one per engine
     ids: torch.Tensor
     embedded: torch.Tensor
     rotary: torch.Tensor | None = None  # cos and sin of each of `trunk.ropes`, [tokens, 1, 2 kinds, 1, head_dim]
@@ -55,7 +55,7 @@ class Tokens:
         return self.model.model
 
     def run_loop(self, loops: list[int], state: torch.Tensor) -> torch.Tensor:
-        """From h_t to H_{t+1}. loops: t of each token."""
+        """Run one loop, from h_t to H_{t+1}. loops: t of each token."""
         if go_one_by_one(self.groups):
             return self.one_by_one(Tokens._run_loop, loops, state)
         return self._run_loop(loops, state)
@@ -67,11 +67,12 @@ class Tokens:
         return self.trunk.core_pass(state, self.embedded, one_or_each(loops), depths, self.context(loops))
 
     def run_all_loops(self, num_loops: int) -> torch.Tensor:
-        """From h_0 to H of the last loop, in step."""
+        """Run all loops, which the tokens begin and end together: from h_0 to H of the last loop."""
         return self.trunk.loop_in_step(self.embedded, num_loops, self.context([0] * len(self.ids)))
 
     def read_logits(self, loops: list[int], state: torch.Tensor) -> torch.Tensor:
-        """Of H after `loops` loops. What the coda writes stands if they are a token's last, else it is overwritten."""
+        """Return the logits of H after `loops` loops. The coda's keys and values stay if these are a token's last
+        loops; otherwise a later read overwrites them."""
         if len(self.trunk.coda) and go_one_by_one(self.groups):
             return self.one_by_one(Tokens._read_logits, loops, state)
         return self._read_logits(loops, state)
@@ -85,7 +86,7 @@ class Tokens:
         return self.trunk.run_coda(state, self.context([0] * len(state)) if len(self.trunk.coda) else None)
 
     def one_by_one(self, run: Callable, loops: list[int], state: torch.Tensor) -> torch.Tensor:
-        """What `run` returns of all groups, which it is given alone."""
+        """Call `run` with each group alone, and return the results of all, concatenated."""
         ends = list(accumulate(len(group.rows) for group in self.groups))
         found = []
         for group, start, end in zip(self.groups, [0, *ends], ends):
@@ -101,7 +102,7 @@ class Tokens:
         return context_of_tokens(trunk, self.ids, self.rotary, view, masks)
 
     def view(self, loops: list[int]) -> Any:
-        """Of the caches: a RowView, JointView or PagedView."""
+        """Return a view of the caches: a RowView, JointView or PagedView."""
         if self.groups[0].engine.is_paged:
             return PagedView([(group.engine.cache, group.rows, group.places) for group in self.groups], loops)
         views, start = [], 0
@@ -113,19 +114,19 @@ class Tokens:
 
 
 def go_one_by_one(groups: list[TokensOfEngine]) -> bool:
-    """Whether several groups run one after the other, each by its graphs: to launch their kernels together, and those
-    of the attention of each, takes longer."""
+    """Return whether several groups run one after the other, each by its own graphs. One pass without graphs takes
+    longer: it launches the kernels one by one, and those of attention for each group."""
     graphs = [group.engine.graphs for group in groups]
     return len(graphs) > 1 and all(each is not None and each.serve_loops for each in graphs)
 
 
 def graphs_of(groups: list[TokensOfEngine]) -> RowGraphs | None:
-    """Of passes over tokens of one engine."""
+    """Return the graphs for a pass over these groups; only passes over one engine have any."""
     return groups[0].engine.graphs if len(groups) == 1 else None
 
 
 def joined(all_tokens: list[Tokens]) -> Tokens:
-    """Of one model, for one pass."""
+    """Join tokens of one model for one pass."""
     if len(all_tokens) == 1:
         return all_tokens[0]
     ids, embedded = (torch.cat([getattr(tokens, name) for tokens in all_tokens]) for name in ("ids", "embedded"))
@@ -135,7 +136,7 @@ def joined(all_tokens: list[Tokens]) -> Tokens:
 
 
 def enter(groups: list[TokensOfEngine], ids: torch.Tensor) -> Tokens:
-    """New tokens, [tokens, 1], through embedding and prelude."""
+    """Run embedding and prelude of new tokens, [tokens, 1]."""
     sizes = [len(group.rows) for group in groups]
     if go_one_by_one(groups):
         return joined([enter([group], its) for group, its in zip(groups, ids.split(sizes))])

@@ -1,7 +1,7 @@
-"""Prompts that go through the loops in the ticks of rows that decode.
+"""Prompts that run their loops in the same ticks as rows that decode.
 
-Weights are read once for both, and a long prompt, which enters in parts, holds up no one: rows go on in every pass,
-and prompts take turns. The tokens of a part run all their loops together; those of the next part then find their keys
+Weights are read once for both. A long prompt enters in parts, so that it delays no other call: rows go on in every
+pass, and prompts take turns. The tokens of a part run all their loops together; the next part then finds their keys
 and values in the cache.
 """
 
@@ -22,13 +22,13 @@ class Part(NamedTuple):
     """Tokens of a prompt that run together."""
 
     tokens: Tokens
-    state: torch.Tensor  # h of the loop that comes next
+    state: torch.Tensor  # h of the next loop; after the last loop, H
     loop: int
     depth: int
 
     @property
     def is_at_end(self) -> bool:
-        """With the H of its last loop for its state."""
+        """True after the last loop, when `state` is its H."""
         return self.loop == self.depth
 
     @property
@@ -37,27 +37,27 @@ class Part(NamedTuple):
 
 
 class Prompt:
-    """The prompts of a batch. What a tick changes of it is replaced, not written to, so that it can be undone."""
+    """The prompts of a batch. A tick replaces its attributes and never changes their contents, so it can be undone."""
 
     def __init__(self, engine: RowEngine):
         self.engine, self.rows = engine, list(range(engine.num_rows))
         starts, depths = engine.padding.starts, engine.depths_of_prompts
-        by_depth = sorted(self.rows, key=lambda row: depths[row])  # those of one depth share parts
+        by_depth = sorted(self.rows, key=lambda row: depths[row])  # rows of one depth share parts
         self.left = [(row, place) for row in by_depth for place in range(starts[row], engine.prompt_length)]
         self.part: Part | None = None
-        self.number = next(NUMBERS)  # in the order of those that wait for their next part
-        self.logits: dict[int, torch.Tensor] = {}  # by row, after its last token
+        self.number = next(NUMBERS)  # rank among the prompts that wait for their next part
+        self.logits: dict[int, torch.Tensor] = {}  # of each row, after its last token
 
     @property
     def is_done(self) -> bool:
         return not self.left and self.part is None
 
     def by_row(self) -> torch.Tensor:
-        """What the head says after each of them, [rows, vocabulary]."""
+        """Return the logits after each prompt, [rows, vocabulary]."""
         return torch.stack([self.logits[row] for row in self.rows])
 
     def begin_part(self, most_tokens: int) -> int:
-        """Returns how many tokens it has."""
+        """Begin the next part. Return how many tokens it has."""
         depths = self.engine.depths_of_prompts
         depth = depths[self.left[0][0]]
         taken = [(row, place) for row, place in islice(self.left, most_tokens) if depths[row] == depth]
@@ -70,23 +70,23 @@ class Prompt:
         return len(taken)
 
     def after_loop(self, state: torch.Tensor):
-        """state: H of the tokens of the part."""
+        """Update the part after a loop. state: H of its tokens."""
         assert self.part is not None
         part = self.part._replace(loop=self.part.loop + 1)
         self.part = part._replace(state=state if part.is_at_end else self.engine.trunk.to_next_loop(state))
 
     def last_tokens(self, part: Part) -> list[int]:
-        """Members of a part that the head reads."""
+        """Return the members of a part that the head reads: the last tokens of prompts."""
         (group,) = part.tokens.groups
         return [i for i, place in enumerate(group.places) if place == self.engine.prompt_length - 1]
 
     def end_part(self, part: Part, logits: torch.Tensor):
-        """logits: of its `last_tokens`."""
+        """End a part. logits: of its `last_tokens`."""
         (group,) = part.tokens.groups
         self.engine.cache.leave_in_deeper_loops(group.rows, [part.depth] * part.size, group.places)
         ended = [group.rows[i] for i in self.last_tokens(part)]
         self.part, self.logits = None, {**self.logits, **dict(zip(ended, logits))}
-        self.number = next(NUMBERS)  # behind those that came meanwhile
+        self.number = next(NUMBERS)  # behind prompts that came meanwhile
 
     def progress(self) -> tuple:
         return self.left, self.part, self.number, self.logits
@@ -96,8 +96,8 @@ class Prompt:
 
 
 def begin_parts(prompts: list[Prompt], most_tokens: int):
-    """As much of the prompts that wait as fits into a pass, in turn: a long one takes what is left if that is half of
-    a pass, and those that came meanwhile go before its next part."""
+    """Begin parts of waiting prompts in turn, as long as a pass has room for the rest of the next prompt, or half its
+    room is free. Prompts that came meanwhile go before the next part of a long one."""
     if any(prompt.engine.copies_past for prompt in prompts):
         most_tokens = min(most_tokens, TOKENS_OF_COPIES)
     room = most_tokens - sum(prompt.part.size for prompt in prompts if prompt.part is not None)
@@ -110,7 +110,7 @@ def begin_parts(prompts: list[Prompt], most_tokens: int):
 
 
 def end_parts(prompts: list[Prompt]):
-    """Those that are through their loops, in one readout."""
+    """End the parts that have run all their loops, with one readout for all."""
     at_end = [(prompt, prompt.part) for prompt in prompts if prompt.part is not None and prompt.part.is_at_end]
     if not at_end:
         return

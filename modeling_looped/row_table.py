@@ -1,4 +1,4 @@
-"""What all rows that decode have on the device, in one table."""
+"""One table of the device tensors of all rows that decode."""
 
 from collections import ChainMap
 from collections.abc import Iterable, Mapping
@@ -9,21 +9,21 @@ from .exit_criteria import INITIAL
 from .tensors import on_device
 
 
-# by name: the value of a token that begins. exit_loop: at which it passed a check that has not been read back
-AT_FIRST: ChainMap[str, float] = ChainMap({"exit_loop": 0}, INITIAL)  # with what others add to INITIAL
+# first value for a new token, by name. exit_loop: the loop at which it passed a check that has not been read back
+AT_FIRST: ChainMap[str, float] = ChainMap({"exit_loop": 0}, INITIAL)  # follows later additions to INITIAL
 
 
 class RowTable(dict):
-    """Tensors of all rows, [rows, ...] each, by name: what the tokens of rows are, what criteria remember of them, and
-    where they have passed a check.
+    """Tensors of all rows by name, [rows, ...] each: the current tokens, what criteria remember of them, and the loop
+    at which they passed a check.
 
-    Nothing is written in place: a copy of the dict is a state to go back to.
+    Nothing is written in place, so a copy of the dict is enough for `go_back`.
     """
 
     num_rows = 0
 
     def add(self, count: int) -> int:
-        """Rows at the end; the number of the first."""
+        """Append rows. Return the index of the first one."""
         self.num_rows += count
         for name, tensor in self.items():
             self[name] = torch.cat([tensor, tensor.new_full((count, *tensor.shape[1:]), AT_FIRST.get(name, 0))])
@@ -50,16 +50,16 @@ class RowTable(dict):
         for name, values in given.items():
             if name not in self:
                 self[name] = values.new_full((self.num_rows, *values.shape[1:]), AT_FIRST.get(name, 0))
-            index = index.to(values.device)  # layers may lie on several
+            index = index.to(values.device)  # layers may lie on several devices
             self[name] = self[name].index_copy(0, index, values)
 
     def forget(self, rows: list[int]):
-        """What criteria remember of them, and where they have passed a check."""
+        """Reset what criteria remember of these rows, and the loops at which they passed a check."""
         for name in self.keys() & AT_FIRST.keys():
             self[name] = self[name].index_fill(0, on_device(rows, self[name].device), AT_FIRST[name])
 
     def go_back(self, before: dict[str, torch.Tensor], but_for: list[int]):
-        """To what it held, but for some rows."""
+        """Restore the contents `before`, except in the rows `but_for`."""
         kept = self.take(but_for, self) if but_for else {}
         self.clear()
         self.update(before)

@@ -1,7 +1,7 @@
-"""What the blocks see of a cache during a pass over rows that stand at different tokens and loops.
+"""View of a cache for the blocks, during a pass over rows that are at different tokens and loops.
 
-`update` is that of a cache: it copies what the tokens see into one batch. On a CPU `row_attention` takes its place
-where it can, and reads keys and values where they lie. Rows of several caches attend cache by cache: `JointView`.
+`update` works like that of a cache: it copies what the tokens see into one batch. On a CPU `row_attention` replaces it
+where possible, and reads keys and values without copies. Rows of several caches attend cache by cache: `JointView`.
 """
 
 import threading
@@ -24,7 +24,7 @@ def copy_each(targets: list[torch.Tensor], sources: list[torch.Tensor]):
 
 
 def attend_to_all(queries, keys, values, mask: torch.Tensor | None, scaling: float) -> torch.Tensor:
-    """Attention of single queries."""
+    """Compute attention of single queries."""
     if is_slow_single_query(queries):
         return attend_single_query(queries, keys, values, mask, scaling)
     grouped = queries.shape[1] != keys.shape[1]
@@ -36,7 +36,7 @@ _cudnn_lock, _cudnn_users, _cudnn_before = threading.Lock(), 0, True
 
 @contextmanager
 def kernels_of_single_queries(device: torch.device):
-    """Around the passes of tokens. cuDNN makes a plan for every number of keys, which takes longer than a pass."""
+    """Turn off cuDNN's attention during decoding: its plan for every number of keys takes longer than a pass."""
     global _cudnn_users, _cudnn_before
     if device.type != "cuda":
         yield
@@ -56,10 +56,10 @@ def kernels_of_single_queries(device: torch.device):
 
 
 class Padding:
-    """Which places of the prompts hold no token. mask: [rows, prompt length], False there; None without padding."""
+    """Places of the prompts that hold no token. mask: [rows, prompt length], False there; None without padding."""
 
     def __init__(self, mask: torch.Tensor | None, num_rows: int):
-        self.mask, self.has_holes = mask, False  # after a row has begun
+        self.mask, self.has_holes = mask, False  # holes: padding after a row has begun
         self.starts = [0] * num_rows  # where each row begins
         if mask is not None:
             starts = (~mask).sum(-1)
@@ -71,7 +71,7 @@ class Padding:
         return self.mask is not None and max(self.starts) == self.mask.shape[1]
 
     def goes_with(self, positions: torch.Tensor | None) -> bool:
-        """Whether these positions of the prompts, [rows or 1, length], count the tokens of every row one by one."""
+        """Return whether positions of the prompts, [rows or 1, length], count the tokens of every row one by one."""
         if positions is None:
             return self.mask is None or not any(self.starts)
         shifts = positions - torch.arange(positions.shape[1], device=positions.device)
@@ -79,23 +79,24 @@ class Padding:
         return bool((is_counted if self.mask is None else is_counted | ~self.mask).all())
 
     def has_token(self, rows: torch.Tensor, length: int) -> torch.Tensor | None:
-        """Where these rows hold tokens, [rows, 1, length]; None without padding."""
+        """Return where these rows hold tokens, [rows, 1, length]; None without padding."""
         if self.mask is None:
             return None
         return pad(self.mask, (0, length - self.mask.shape[1]), value=True)[rows, None]
 
 
 class Span(NamedTuple):
-    """Tokens that follow each other in one row and loop, and where a buffer holds what they see."""
+    """Consecutive tokens of one row and loop, and where a buffer holds what they see."""
 
     count: int
-    seen: tuple  # by the last of them, [1, heads, 2, tokens, head_dim]: shape, strides and offset
-    own: tuple  # their places there, [count, heads, 2, head_dim]
-    mask: torch.Tensor | None  # what each of several sees of that; None if all up to itself
+    seen: tuple  # what the last of them sees, [1, heads, 2, tokens, head_dim]: shape, strides and offset
+    own: tuple  # the tokens themselves, [count, heads, 2, head_dim]: shape, strides and offset
+    mask: torch.Tensor | None  # which part of `seen` each of several tokens sees; None: all up to itself
 
 
 def causal_mask(before: int, count: int, window: int | None) -> torch.Tensor | None:
-    """Of `count` tokens, which of them and of those before each sees, [count, before + count]; None if all."""
+    """Return which of the tokens before and of `count` new ones each new token sees, [count, before + count]. None if
+    there are none before and each sees all up to itself."""
     if before == 0 and (window is None or count <= window):
         return None
     places, seen = torch.arange(before, before + count)[:, None], torch.arange(before + count)
@@ -104,7 +105,7 @@ def causal_mask(before: int, count: int, window: int | None) -> torch.Tensor | N
 
 
 def visible(rows, places, length: int, window: int | None, padding: Padding) -> torch.Tensor:
-    """Which of the first `length` places a token of each row sees, from its own place, [tokens, 1, 1, length]."""
+    """Return which of the first `length` places tokens of these rows see from their places, [tokens, 1, 1, length]."""
     places, seen = places[:, None, None], torch.arange(length, device=places.device)
     mask = seen <= places
     if window is not None:
@@ -115,10 +116,10 @@ def visible(rows, places, length: int, window: int | None, padding: Padding) -> 
 
 
 class RowView:
-    """A pass over tokens of rows of a cache, each at its own loop and place.
+    """View of one cache in a pass over tokens of its rows, each token at its own loop and place.
 
-    rows, loops, places: one entry for each token; a row that brings several tokens is named several times. Loops are
-    counted from 0.
+    rows, loops, places: one entry for each token; a row with several tokens occurs several times. Loops are counted
+    from 0.
     """
 
     def __init__(self, cache: LoopedCache, padding: Padding, rows: list, loops: list, places: list):
@@ -128,32 +129,32 @@ class RowView:
         device, num_rows = cache.buffers[0].device, len(cache.buffers[0])
         all_at_one_loop = rows == list(range(num_rows)) and len(set(loops)) == 1
         together = all_at_one_loop and len(set(places)) == 1
-        self.place = places[0] if together else None  # of all rows at once: slices, nothing is copied
-        # what a row sees lies in one piece, and the kernel has no softcap
+        self.place = places[0] if together else None  # if all rows share one: slices, nothing is copied
+        # row by row: what a row sees must lie in one piece, and the kernel has no softcap
         has_softcap = cache.model_config.attention_softcap is not None
         self.can_go_by_row = device.type == "cpu" and not padding.has_holes and not has_softcap
         self.goes_by_row = self.can_go_by_row and (cache.is_int8 or not together)
         self.in_step = all_at_one_loop and self.end <= 2 * min(places)
         self.go_to(loops)
-        # with fewer tokens than this, a call for each is faster than reading the unused cells
+        # with fewer tokens than this, one call per token is faster than reading the unused cells
         is_filled = len(set(rows)) < len(rows) and 3 * len(rows) >= 2 * num_rows * cache.num_stored_loops
         is_grid = self.in_step or (is_filled and len(set(zip(rows, self.loops))) == len(rows))
-        self.in_grid = is_grid and not cache.is_int8  # whose floats are made of a row at a time
+        self.in_grid = is_grid and not cache.is_int8  # int8 rows become floats one at a time
         self.masks_by_window = {}
 
     def go_to(self, loops: list[int]):
         config = self.cache.model_config
         self.loops = list(map(config.stored_loop, loops))
-        # those of a loop that makes keys and values; keys of the other rows are computed too, and ignored
+        # tokens at loops that make keys and values; those computed for other tokens are not used
         self.writing = [i for i, loop in enumerate(loops) if config.makes_keys(loop)]
         self.one_loop = self.loops[0] if self.in_step else None
         self.written_at, self.spans_by_kind = {}, {}
-        # where tokens are in the grid of rows and loops, and places
+        # for each token its cell in the grid of rows and loops, and its place
         self.cells: tuple[torch.Tensor, ...] | None = None
 
     @property
     def row_attention(self) -> Callable | None:
-        """What attention layers are to call instead of `update` and a kernel."""
+        """The function that attention layers call instead of `update` and a kernel, or None."""
         if not self.goes_by_row:
             return None
         if self.in_grid:
@@ -161,12 +162,12 @@ class RowView:
         return self.attend if self.place is None else self.attend_by_itself
 
     def update(self, keys: torch.Tensor | None, values: torch.Tensor | None, slot: int, *args, **kwargs):
-        """What the tokens see: [rows, heads, tokens so far, head_dim] each. slot: of the layer in the first loop.
-        keys and values: None where no row's loop makes any."""
+        """Write keys and values, and return those that the tokens see, [rows, heads, tokens so far, head_dim] each.
+        slot: of the layer in the first loop. keys and values are None where no row's loop makes any."""
         return self.cache.as_read(self.seen(keys, values, slot)).unbind(2)
 
     def seen(self, keys: torch.Tensor | None, values: torch.Tensor | None, slot: int) -> torch.Tensor:
-        """The same as it is stored, [rows, heads, 2, tokens so far, width]."""
+        """Do the same as `update`, but return what is seen as it is stored, [rows, heads, 2, tokens so far, width]."""
         buffer = self.cache.buffers[slot]
         if self.place is not None:
             of_loop = buffer[:, index_of_loop(self.loops[0], buffer.shape[1])]
@@ -184,8 +185,8 @@ class RowView:
         return attend_row_by_row([self], *states_slot_and_scaling)
 
     def attend_in_grid(self, queries, keys, values, slot: int, scaling: float) -> torch.Tensor:
-        """The same where all rows are at one loop, or rows bring several tokens, at loops of their own: all loops of
-        all rows in one call, those without a token too, so that keys and values are read where they lie."""
+        """Attend where all rows are at one loop, or rows have several tokens, each at its own loop: one call for all
+        loops of all rows, even those without a token, so that keys and values are read without copies."""
         buffer, window = self.cache.buffers[slot], self.cache.windows[slot]
         if self.one_loop is not None:
             buffer = buffer[:, index_of_loop(self.one_loop, buffer.shape[1])].unsqueeze(1)
@@ -206,7 +207,7 @@ class RowView:
         return attend_to_all(grid, keys, values, self.masks_by_window[window], scaling).index_select(0, cells)
 
     def attend_by_itself(self, queries, keys, values, slot: int, scaling: float) -> torch.Tensor:
-        """The same for any rows that bring one token each."""
+        """Attend for rows with one token each, at any loops and places, if need be to copies of what they see."""
         seen, window = self.seen(keys, values, slot), self.cache.windows[slot]
         if window not in self.masks_by_window:
             self.masks_by_window[window] = self.mask(window)
@@ -217,7 +218,7 @@ class RowView:
         return attend_to_all(queries, keys, values, mask, scaling)
 
     def in_floats(self, view: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Keys and values of one row, until the next one's take their place."""
+        """Return keys and values of one row as floats, in memory that the next row overwrites."""
         length, kind = view.shape[3], (view.shape[1], view.shape[-1])
         room = self.cache.one_row.get(kind)
         if room is None or room.shape[3] < length or room.dtype != dtype:
@@ -226,7 +227,7 @@ class RowView:
         return room[..., :length, :].copy_(view)
 
     def write(self, buffer: torch.Tensor, keys: torch.Tensor | None, values: torch.Tensor | None):
-        """The new tokens into their places in a buffer, of rows whose loop makes keys and values."""
+        """Write new tokens to their places in a buffer, where their loop makes keys and values."""
         if keys is None or values is None or not self.writing:
             return
         loops_stored = buffer.shape[1]
@@ -237,7 +238,7 @@ class RowView:
         buffer[rows, loops, :, :, places] = self.stored(keys, values)
 
     def stored(self, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """What the buffers hold of the tokens that make keys and values, [tokens, heads, 2, head_dim]."""
+        """Return, as stored in buffers, keys and values of the tokens that make any, [tokens, heads, 2, head_dim]."""
         states = self.cache.as_stored(torch.cat([keys, values], dim=2))
         return states if len(states) == len(self.writing) else states[self.writing]
 
@@ -261,7 +262,7 @@ class RowView:
         return self.spans_by_kind[kind]
 
     def write_spans(self, buffer: torch.Tensor, spans: list[Span], stored: torch.Tensor):
-        """The new tokens, [tokens, heads, 2, head_dim], of spans whose loop makes keys and values."""
+        """Write the new tokens, [tokens, heads, 2, head_dim], of spans whose loop makes keys and values."""
         writes, start = set(self.writing), 0
         for span, states in zip(spans, stored.split([span.count for span in spans])):
             if start in writes:
@@ -269,13 +270,13 @@ class RowView:
             start += span.count
 
     def runs(self) -> list[tuple[int, int]]:
-        """Tokens that follow each other in one row and loop can attend together: the first, and how many."""
+        """Return runs of consecutive tokens in one row and loop, which can attend together: first index and count."""
         runs: list[tuple[int, int]] = []
         before, writing = None, set(self.writing)
         for i, (row, loop, place) in enumerate(zip(self.rows, self.loops, self.places)):
-            # where loops read the keys of an earlier one, of tokens at one stored loop some may write and some not
+            # where loops read the keys of an earlier loop, some tokens at one stored loop may write and others not
             kind = row, loop, i in writing
-            if before == (*kind, place - 1) and not self.cache.is_int8:  # of which one token is read at a time
+            if before == (*kind, place - 1) and not self.cache.is_int8:  # int8 attends one token at a time
                 runs[-1] = runs[-1][0], runs[-1][1] + 1
             else:
                 runs.append((i, 1))
@@ -283,9 +284,9 @@ class RowView:
         return runs
 
     def masks(self, as_bias: torch.dtype | None = None) -> dict[str, torch.Tensor | None]:
-        """What each token may see, [rows, 1, 1, tokens so far], per kind of attention.
+        """Return what each token may see, [rows, 1, 1, tokens so far], for each kind of attention.
 
-        as_bias: for eager attention, which adds its mask to the scores.
+        as_bias: dtype of the masks for eager attention, which adds its mask to the scores.
         """
         masks = {"full_attention": self.mask(None)}
         config = self.cache.model_config
@@ -308,10 +309,10 @@ class RowView:
 
 
 def attend_row_by_row(views: list[RowView], queries, keys, values, slot: int, scaling: float) -> torch.Tensor:
-    """Attention of the tokens of all views, [tokens, heads, 1, head_dim], to what each sees, however long.
+    """Compute attention of the tokens of all views, [tokens, heads, 1, head_dim], to what each sees, of any length.
 
-    For a single query in bfloat16, and from 8 bits, a row is copied to floats first, all rows into the same memory,
-    which stays in the processor's cache.
+    For a single query in bfloat16, or on 8-bit keys and values, a row is first copied to floats. All rows use the same
+    memory, which therefore stays in the processor's cache.
     """
     new, outputs, start = None, [], 0  # new: [tokens, heads, 2, head_dim]
     if keys is not None and values is not None:
@@ -341,7 +342,7 @@ def attend_row_by_row(views: list[RowView], queries, keys, values, slot: int, sc
 
 
 def attend_to_span(queries, held, mask: torch.Tensor | None, scaling: float, grouped: bool) -> torch.Tensor:
-    """Of several tokens, [tokens, heads, 1, head_dim]; held: what the last of them sees."""
+    """Compute attention of several tokens, [tokens, heads, 1, head_dim]. held: what the last of them sees."""
     keys, values = held.unbind(2)
     output = scaled_dot_product_attention(
         queries.transpose(0, 2), keys, values, mask, is_causal=mask is None, scale=scaling, enable_gqa=grouped
@@ -350,7 +351,7 @@ def attend_to_span(queries, held, mask: torch.Tensor | None, scaling: float, gro
 
 
 class JointView:
-    """A pass over tokens of rows of several caches, which `views` see one by one."""
+    """View of several caches in a pass over tokens of their rows. views: one for each cache."""
 
     def __init__(self, views: list[RowView]):
         self.views, self.sizes = views, [len(view.rows) for view in views]

@@ -1,14 +1,14 @@
-"""Generations that share every pass: requests that come at any time, each at its own depth and by its own exits.
+"""Calls of `generate` that share every pass: they may come at any time, each with its own depth and exits.
 
     with SharedPasses(model, max_rows=8) as passes:
         passes.generate(ids, num_loops=4)                         # from any number of threads
         passes.generate(others, exit_criterion="kl", streamer=streamer)
 
-Each call is `model.generate`, with all that it takes, and gives what it would give alone, up to rounding. At every
-tick the core runs once for the rows of all calls, and for a part of the prompts that came: a long one holds up no one.
-A prompt that cannot run beside rows runs by itself, and after each loop of a part of it a tick comes first. Who holds
-the turn runs the tick of all. A call for which there is no room waits. One that fails, or whose streamer raises, ends
-by itself: the others go on. What decodes in other ways (beams, drafts) does so beside them, when there is room for it.
+Each call takes all arguments of `model.generate` and returns what it would return alone, up to rounding. At every tick
+the core runs once for the rows of all calls and for parts of new prompts, so that a long prompt delays no other call.
+A prompt that cannot run beside rows runs by itself, and lets a tick run after each loop of each of its parts. The
+thread that has the turn runs the tick for all calls. A call without room waits. A call that fails, or whose streamer
+raises, ends alone: the others go on. Calls that decode in other ways (beams, drafts) run beside them if there is room.
 """
 
 import copy
@@ -38,19 +38,18 @@ logger = logging.get_logger(__name__)
 
 # arguments of generate_batch that belong to the continuous batching of transformers
 ONLY_IN_TRANSFORMERS = ("continuous_batching_config", "record_timestamps", "progress_bar", "persistent_manager")
-# tokens of prompts in one pass: enough to keep the processor busy, few enough that rows which decode beside them wait
-# little
+# tokens of prompts in one pass: enough to keep the processor busy, few enough that rows in the same pass wait little
 PROMPT_TOKENS, PROMPT_TOKENS_ON_CPU = 512, 128
-FEW_TOKENS = 32  # all loops over these take little more time than those of a token of all rows
+FEW_TOKENS = 32  # all loops of so many prompt tokens take little longer than those of one token of all rows
 _current: ContextVar["SharedPasses | None"] = ContextVar("shared_passes", default=None)
 _check: ContextVar[Callable[[], None] | None] = ContextVar("check", default=None)
 
 
 class SharedPasses:
-    """max_rows: sequences that are decoded at a time. max_tokens: the most tokens, of prompts and to come, that these
-    may have together, which bounds the memory of their caches: slots x key/value heads x head_dim x 2 numbers each.
-    prompt_tokens: the most of prompts that one pass takes, by default what suits the device; a prompt whose call has a
-    `prefill_chunk_size` runs by itself, in parts of that length."""
+    """max_rows: the most sequences that are decoded at a time. max_tokens: the most tokens that these may have
+    together (prompts and new tokens), which bounds the memory of their caches: slots x key/value heads x head_dim x 2
+    numbers per token. prompt_tokens: the most prompt tokens in one pass, by default a number that suits the device; a
+    prompt whose call sets `prefill_chunk_size` runs by itself, in parts of that length."""
 
     def __init__(self, model, max_rows: int = 8, max_tokens: int | None = None, prompt_tokens: int | None = None):
         self.model, self.max_rows = model, check_count("max_rows", max_rows)
@@ -59,14 +58,14 @@ class SharedPasses:
         self.prompt_tokens = check_count("prompt_tokens", prompt_tokens)
         self.max_tokens = None if max_tokens is None else check_count("max_tokens", max_tokens)
         self.table, self.decoders = RowTable(), []  # their rows lie in the table in the same order
-        self.pages = Pages(model.config)  # of the decoders, where attention reads pages
-        self.ticks = self.row_ticks = 0  # row_ticks / ticks: rows that shared a pass, in the mean, without prompts
+        self.pages = Pages(model.config)  # pages of the decoders, used where attention reads pages
+        self.ticks = self.row_ticks = 0  # row_ticks / ticks: mean number of rows in a pass, without prompts
         self._entrance, self._turn = threading.Lock(), threading.Lock()
-        self._turn_of: int | None = None  # thread
+        self._turn_of: int | None = None  # the thread that has the turn
         self._beside: set[int] = set()  # threads that decode in other ways
         self._room, self._waiting = threading.Condition(), deque()
-        self._rows = self._tokens = 0  # taken
-        self._context = copy_context()  # of ticks: they multiply with the same weights again and again
+        self._rows = self._tokens = 0  # taken by calls
+        self._context = copy_context()  # ticks run in it, and share its copies of weights for repeated products
 
     def __enter__(self) -> "SharedPasses":
         self._decoding = decoding(self.model)
@@ -74,14 +73,14 @@ class SharedPasses:
         return self
 
     def __exit__(self, *error):
-        with self.turn():  # a call that still runs is in that context during its ticks
+        with self.turn():  # a call that still runs enters the context in its ticks
             self._context.run(self._decoding.__exit__, None, None, None)
 
     def generate(self, *args, check: Callable[[], None] | None = None, **kwargs):
-        """`model.generate`. check: called before the prompt and between its loops; what it raises ends this call."""
+        """Run `model.generate`. check: called before the prompt and between its loops; an exception ends this call."""
         outer, outer_check = _current.set(self), _check.set(check)
         try:
-            # calls in inference mode and others could not write the same tensors
+            # calls inside and outside of inference mode could not write the same tensors
             with torch.inference_mode(False), multiplying_as_in(self._context):
                 return self.model.generate(*args, **kwargs)
         finally:
@@ -90,13 +89,13 @@ class SharedPasses:
 
     @contextmanager
     def turn(self):
-        """One at a time. The second lock keeps whoever ends a turn from taking the next one before the thread at the
-        entrance."""
+        """Give the turn to one thread at a time. Because of the second lock, a thread that ends its turn cannot take
+        the next one before the thread that waits at the entrance."""
         self._take_turn()
         try:
             yield
         finally:
-            if self._turn_of == threading.get_ident():  # not where an interrupt came while it waited to get it back
+            if self._turn_of == threading.get_ident():  # not if interrupted while it waited to get the turn back
                 self._end_turn()
 
     def _take_turn(self):
@@ -109,7 +108,7 @@ class SharedPasses:
         self._turn.release()
 
     def give_way(self, tokens: int):
-        """To whoever waits for a turn, after a loop over so many tokens; then it is ours again."""
+        """Let a waiting thread have a turn, after a loop over `tokens` tokens, and then take the turn again."""
         if tokens <= FEW_TOKENS:
             return
         self._end_turn()
@@ -117,7 +116,7 @@ class SharedPasses:
         check_call()
 
     def decode(self, make_engine, num_rows: int, max_length: int):
-        """`_sample` of transformers. make_engine: runs the prompt, and calls `after_loop` in it."""
+        """Replace `_sample` of transformers. make_engine: runs the prompt with `after_loop`, or leaves it to ticks."""
         with self.room(num_rows, num_rows * max_length):
             with self.turn():
                 check_call()
@@ -139,7 +138,7 @@ class SharedPasses:
 
     @contextmanager
     def beside(self, num_rows: int, max_length: int):
-        """For what decodes in another way."""
+        """Take room for a call that decodes in another way."""
         here = threading.get_ident()
         with self.room(num_rows, num_rows * max_length):
             self._beside.add(here)
@@ -155,12 +154,12 @@ class SharedPasses:
         for later in self.decoders[self.decoders.index(decoder) + 1 :]:
             later.first_row -= num_rows
         self.decoders.remove(decoder)
-        decoder.error = None  # whose frames hold the decoder, and so its cache, until garbage is collected
+        decoder.error = None  # its frames would keep the decoder and its cache until garbage is collected
 
     def tick(self):
         running = [decoder for decoder in self.decoders if not decoder.is_done]
         self.ticks += 1
-        # rows of several caches attend without a softcap
+        # attention over rows of several caches has no softcap
         apart = self.model.config.attention_softcap is not None and not is_paged(self.model)
         for decoders in [[decoder] for decoder in running] if apart else [running]:
             self.run(decoders)
@@ -173,16 +172,16 @@ class SharedPasses:
         except BaseException as error:
             went_on = [decoder for decoder, progress in zip(decoders, before) if not decoder.go_back(progress)]
             self.table.go_back(table, [row for decoder in went_on for row in decoder.rows_in_table()])
-            if not isinstance(error, Exception):  # an interrupt ends the call whose thread it came to
+            if not isinstance(error, Exception):  # e.g. an interrupt: it ends the call of this thread
                 raise
             if len(decoders) == 1:
                 decoders[0].error = error
                 return
-            for decoder in decoders:  # whose it is shows when each runs by itself
+            for decoder in decoders:  # running each by itself shows whose error it is
                 self.run([decoder])
 
     def check_size(self, rows: int, tokens: int):
-        """Refuse what will never find room."""
+        """Refuse a call that will never find room."""
         refuse_if(
             rows > self.max_rows,
             f"{rows} sequences in one call are more than max_rows={self.max_rows}: pass fewer at a time",
@@ -195,7 +194,7 @@ class SharedPasses:
 
     @contextmanager
     def room(self, rows: int, tokens: int):
-        """Waits until there is room for these, and for those that came before."""
+        """Wait until earlier calls have their room and there is room for these rows and tokens too."""
         self.check_size(rows, tokens)
         ticket = object()
         with self._room:
@@ -219,14 +218,14 @@ class SharedPasses:
 
 
 def check_call():
-    """That somebody still waits for what this thread generates."""
+    """Call the `check` of this thread's call, which may raise, e.g. if no client waits for the output any more."""
     if (check := _check.get()) is not None:
         check()
 
 
 def shared_passes_of(model) -> SharedPasses | None:
-    """Those that this call of `generate` is made in. A call that a processor or streamer makes runs by itself: its
-    thread has the turn, or room, and would wait for it."""
+    """Return the SharedPasses in which this call of `generate` is made, or None. A call made by a processor or
+    streamer runs by itself: its thread already has the turn or room, and would wait for itself."""
     current, here = _current.get(), threading.get_ident()
     if current is None or current.model is not model or current._turn_of == here or here in current._beside:
         return None
@@ -234,16 +233,16 @@ def shared_passes_of(model) -> SharedPasses | None:
 
 
 def room_beside(model, num_rows: int, max_length: int):
-    """Of the shared passes that this call is made in, if any."""
+    """Take room in the SharedPasses in which this call is made, if any."""
     shared = shared_passes_of(model)
     return nullcontext() if shared is None else shared.beside(num_rows, max_length)
 
 
 def generate_together(model, inputs, generation_config, fields: dict, max_rows: int, max_tokens, **kwargs) -> dict:
-    """`generate_batch` with arguments of depth: each of one value, or a list of one per prompt."""
+    """Run `generate_batch` with depth arguments, each with one value or a list of one per prompt."""
     from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
-    kwargs.pop("warmup", None)  # captures graphs of theirs
+    kwargs.pop("warmup", None)  # records graphs of transformers' batching
     if others := [name for name in ONLY_IN_TRANSFORMERS if kwargs.pop(name, None) not in (None, False)]:
         raise ValueError(f"{', '.join(others)}: leave out, since rows of different depth are batched otherwise")
     settings_of_all = {**(generation_config or model.generation_config).to_dict(), **kwargs}
@@ -258,7 +257,7 @@ def generate_together(model, inputs, generation_config, fields: dict, max_rows: 
     def fields_of(i: int) -> dict:
         return {**fields, **{name: values[i] for name, values in lists.items()}}
 
-    # what cannot be asked is an error of the call, and not of every prompt
+    # invalid fields are an error of the call, not of every prompt
     for of_prompt in {tuple(fields_of(i).items()) for i in range(len(inputs))}:
         options, asked = DepthOptions.merged(model.generation_config, generation_config, dict(of_prompt))
         options.exit_rule(model.config)

@@ -1,15 +1,14 @@
-"""Lossless self-speculation in a pipeline: several tokens of a row are in flight, each at a loop of its own.
+"""Lossless self-speculation in a pipeline: several tokens of a row are in flight, each at its own loop.
 
-After a few loops a token is read out, and proposes the next one, which starts with the next pass while the first
-runs on: one pass of the core runs all tokens in flight of all rows. Every loop has keys and values of its own, which
-earlier tokens have left before a later one gets there; so a token computes what it would by itself. What is emitted is
-chosen from its logits at full depth and nothing else, by the same code as in plain decoding. Where they contradict the
-proposal, the tokens after it are dropped, and the row goes on from the right one. A token whose first proposal was
-unsure proposes again at a deeper loop; if it changes its mind, the row starts anew from there already.
+After a few loops a token is read out and proposes the next one, which starts with the next pass while the first token
+runs on: one pass of the core runs all tokens in flight of all rows. Every loop has separate keys and values, which
+earlier tokens have written before a later token reaches that loop, so a token computes the same as in plain decoding.
+The emitted token is chosen only from logits at full depth, by the same code as in plain decoding. If it differs from
+the proposal, the tokens after it are dropped, and the row goes on from the right token. A token whose first proposal
+was unsure proposes again at a deeper loop; if the proposal changes, the row starts anew from there at once.
 
-With sampling, proposals and full depth race against the same noise, one for each position, which leaves the
-distribution of every token that of plain sampling. At which loops tokens propose, and whether that pays at all:
-`proposals.py`.
+With sampling, proposals and full depth are chosen with the same noise at each position, and every token keeps the
+distribution of plain sampling. `proposals.py` decides at which loops tokens propose, and whether drafting pays at all.
 """
 
 from dataclasses import dataclass, field
@@ -28,11 +27,11 @@ from .tensors import on_device
 
 logger = logging.get_logger(__name__)
 
-PROBE_EVERY = 16  # entries into the pipeline: the tokens of every n-th are read out after every loop, to measure
+PROBE_EVERY = 16  # tokens of every n-th entry into the pipeline are probes: read out after every loop, to measure
 
 
 def speculate(engine: RowEngine):
-    """`_sample` of transformers, speculating."""
+    """Replace `_sample` of transformers: decode with self-speculation."""
     pipeline = Pipeline(engine)
     while pipeline.selector.running():
         pipeline.tick()
@@ -45,7 +44,7 @@ def speculate(engine: RowEngine):
 
 
 def readout_cost(config) -> float:
-    """Weights of the head over those of one loop; from the config, since quantisers replace layers."""
+    """Return the weights of the head over those of one loop; from the config, since quantisers replace layers."""
     sizes = config.block_sizes("core")
     attention = 2 * config.head_dim * (sizes.num_attention_heads + sizes.num_key_value_heads)
     mlp = (3 if config.mlp_gated else 2) * sizes.intermediate_size
@@ -61,10 +60,10 @@ class InFlight:
     place: int  # in the cache
     id: int
     is_probe: bool  # read out after every loop
-    loops: int = 0  # that it has run
-    proposal: int | None = None  # the token after it
+    loops: int = 0  # loops that it has run
+    proposal: int | None = None  # id that it proposes for the token after it
     is_sure: bool = False
-    readings: list[tuple[int, bool]] = field(default_factory=list)  # of a probe: what it said, whether it was sure
+    readings: list[tuple[int, bool]] = field(default_factory=list)  # of a probe: best id, whether it was sure
     is_dropped: bool = False
 
 
@@ -77,19 +76,19 @@ class Pipeline:
         has_graphs = engine.graphs is not None
         self.planner = Planner(self.num_loops, first, most_ahead, readout_cost(config), has_graphs)
         self.flight: list[InFlight] = []
-        self.held: dict[str, torch.Tensor] = {}  # of the tokens in flight: state, ids, embedded, rotary
+        self.held: dict[str, torch.Tensor] = {}  # tensors of the tokens in flight: state, ids, embedded, rotary
         self.of_row: list[list[InFlight]] = [[] for _ in range(engine.num_rows)]  # oldest first
-        self.noises: dict[tuple[int, int], torch.Tensor] = {}  # by row and length of the sequence before
-        # of tokens whose successor is needed, and has a position
+        self.noises: dict[tuple[int, int], torch.Tensor] = {}  # by row and place of the token before
+        # tokens at places below this one have a position, and their successors are needed
         self.end = engine.held_before + engine.config.max_length - 1
         if config.position_embedding == "learned":
             self.end = min(self.end, config.max_position_embeddings)
         self.entries = self.row_passes = self.verified = self.compared = self.accepted = 0
-        self.taken_together = 0  # tokens of all rows without proposals, as graphs
+        self.taken_together = 0  # calls of `take_tokens`
         self.stopped_drafting = False
 
     def tick(self):
-        """One loop of every token in flight; what is verified is emitted, what is proposed starts with the next."""
+        """Run one loop of all tokens in flight (all loops if there is no plan), then emit and propose tokens."""
         if self.planner.has_graphs and self.planner.plan is None and not self.flight and not self.probes_next:
             self.take_tokens()
             return
@@ -119,7 +118,7 @@ class Pipeline:
         self.keep([i for i in everything if not self.flight[i].is_dropped])
 
     def take_tokens(self):
-        """The next of every row, without a proposal."""
+        """Emit the next token of every row, without proposals, by one graph."""
         start, rows = perf_counter(), self.selector.running()
         tokens = [InFlight(row, place, -1, False) for row, place in zip(rows, self.engine.last_places(rows))]
         logits, loops = next_logits(self.engine, rows, self.num_loops), [self.num_loops] * len(rows)
@@ -128,17 +127,17 @@ class Pipeline:
         self.entries, self.verified = self.entries + 1, self.verified + len(rows)
         self.row_passes += self.num_loops * len(rows)
         self.taken_together += 1
-        if self.taken_together > AFTER + 1:  # its graph was there before
+        if self.taken_together > AFTER + 1:  # its graph was recorded before
             self.planner.add_passes(self.num_loops, len(rows), perf_counter() - start, len(rows))
 
-    # Tokens that come and go
+    # Tokens that enter and leave the pipeline
 
     @property
     def probes_next(self) -> bool:
         return len(self.planner.records) < FEWEST_RECORDS or (self.entries + 1) % PROBE_EVERY == 0
 
     def enter_tokens(self):
-        """Of each row its last token, or the one that was proposed last. Without a plan rows are in step."""
+        """Start in each row its last token, or the one proposed last. Without a plan all rows start together."""
         new, plan, is_probe = [], self.planner.plan, self.probes_next
         for row in self.selector.running() if plan is not None or not self.flight else ():
             before = self.of_row[row][-1] if self.of_row[row] else None
@@ -166,7 +165,7 @@ class Pipeline:
         return TokensOfEngine(self.engine, [token.row for token in tokens], [token.place for token in tokens])
 
     def tokens(self, members: list[int]) -> Tokens:
-        """In the order of `members`."""
+        """Return the tokens in flight at these indices, in the order of `members`."""
         held = self.held
         if members != list(range(len(self.flight))):
             index = on_device(members, held["ids"].device)
@@ -181,7 +180,7 @@ class Pipeline:
             self.held = {name: tensor[index] for name, tensor in self.held.items()}
 
     def drop(self, row: int, first: int):
-        """Tokens of a row, from the first of these on."""
+        """Drop the tokens of a row from index `first` on."""
         for token in self.of_row[row][first:]:
             token.is_dropped = True
         del self.of_row[row][first:]
@@ -201,7 +200,7 @@ class Pipeline:
         return token.loops == plan.second and not token.is_sure
 
     def noise_of(self, tokens: list[InFlight]) -> torch.Tensor | None:
-        """For what follows these tokens, [tokens, vocabulary]: the same whenever it is asked for."""
+        """Return the noise for the successors of these tokens, [tokens, vocabulary]: the same at every call."""
         if not self.selector.config.do_sample:
             return None
         keys = [(token.row, token.place) for token in tokens]
@@ -211,7 +210,7 @@ class Pipeline:
         return torch.stack([self.noises[key] for key in keys])
 
     def verify(self, reads: list[int], logits: torch.Tensor):
-        """Emit what full depth says after the tokens that have got there."""
+        """Emit the successors of tokens that have reached full depth, and drop what was started wrongly after them."""
         members = [member for member, i in enumerate(reads) if self.flight[i].loops == self.num_loops]
         if not members:
             return
@@ -254,7 +253,7 @@ class Pipeline:
             logger.info(f"{drafts} does not pay: {self.planner.reason(rows)}")
 
     def propose(self, reads: list[int], logits: torch.Tensor):
-        """What tokens on their way say, of those that may propose it: the next of the row."""
+        """Read out tokens before full depth: record the readings of probes, and update the proposals that are due."""
         members = [member for member, i in enumerate(reads) if not self.flight[i].is_dropped]
         if not members:
             return

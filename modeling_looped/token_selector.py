@@ -1,6 +1,6 @@
-"""Chooses the tokens of rows that get there at different times, as transformers does after a pass; streams, stops.
+"""Chooses, streams and stops tokens as transformers does after a pass, for rows that need them at different times.
 
-Where a processor or criterion may look at more than one row, rows get their tokens in step: some wait for the last.
+Where a processor or criterion may look at more than one row, rows get their tokens together: they wait for the last.
 """
 
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from transformers.generation import logits_process, stopping_criteria
 from .tensors import members_by_number, on_device
 
 
-# processors and criteria that treat every row by itself, and so may be shown some rows at a time
+# processors and criteria that treat every row by itself, so that they can be called with some of the rows
 NAMES = """
     MinLengthLogitsProcessor MinNewTokensLengthLogitsProcessor TemperatureLogitsWarper RepetitionPenaltyLogitsProcessor
     TopPLogitsWarper TopKLogitsWarper MinPLogitsWarper TypicalLogitsWarper EpsilonLogitsWarper EtaLogitsWarper
@@ -25,15 +25,15 @@ ROWWISE_CRITERIA = tuple(
     for name in ("MaxLengthCriteria", "MaxTimeCriteria", "StopStringCriteria", "EosTokenCriteria")
     if hasattr(stopping_criteria, name)
 )
-# criteria that look at a row's last token alone, and so may be shown rows of any lengths
+# criteria that look only at a row's last token, so that they can be called with rows of different lengths
 LAST_TOKEN_CRITERIA = tuple(
     each for each in ROWWISE_CRITERIA if each.__name__ in ("EosTokenCriteria", "MaxTimeCriteria")
 )
 
 
 def first_batchwise_part(processors, criteria) -> str | None:
-    """The name of the first of them that may look at more than one row, or None. A class that transformers does not
-    have says by `reads_rows_apart` that it does not."""
+    """Return the class name of the first part that may look at more than one row, or None. Classes that are not in
+    transformers declare by a true attribute `reads_rows_apart` that they do not."""
     for part, known in ((processors, ROWWISE_PROCESSORS), (criteria, ROWWISE_CRITERIA)):
         for each in part:
             if type(each) not in known and not getattr(each, "reads_rows_apart", False):
@@ -42,8 +42,8 @@ def first_batchwise_part(processors, criteria) -> str | None:
 
 
 def cannot_stop(criterion, length: int) -> bool:
-    """Whether it surely stops no sequence of this length and has no warning to give. Asking it would make the host
-    wait for a GPU."""
+    """Return whether the criterion certainly stops no sequence of this length and has no warning to give. Calling it
+    would make the host wait for a GPU."""
     if type(criterion) is not stopping_criteria.MaxLengthCriteria:
         return False
     known = criterion.max_position_embeddings
@@ -51,28 +51,28 @@ def cannot_stop(criterion, length: int) -> bool:
 
 
 class TokenSelector:
-    """The sequences so far, and how they grow."""
+    """Holds the sequences so far, and appends the tokens that it chooses."""
 
     def __init__(self, input_ids, processors, criteria, config, streamer):
         self.processors, self.criteria, self.config, self.streamer = processors, criteria, config, streamer
         self.token_criteria: list[Callable[..., torch.Tensor]]
         self.token_criteria = [each for each in criteria if type(each) in LAST_TOKEN_CRITERIA]
         self.sequence_criteria = [each for each in criteria if type(each) not in LAST_TOKEN_CRITERIA]
-        seed = getattr(config, "_seed", None)  # of this call alone, as a server's requests have one
+        seed = getattr(config, "_seed", None)  # of this call alone, e.g. of a request to a server
         self.generator = None if seed is None else torch.Generator(input_ids.device).manual_seed(seed)
         self.batchwise_part = first_batchwise_part(processors, criteria)
         self.waits_for_all = self.batchwise_part is not None  # rows get their tokens at the same time
         self.num_rows, self.prompt_length = input_ids.shape
-        # transformers 5.23: the penalty leaves out the padding of each row
+        # the repetition penalty of transformers 5.23 has one number per row, to leave out its padding
         self.knows_rows = any(torch.is_tensor(getattr(each, "prompt_ignore_length", None)) for each in processors)
         pad = config._pad_token_tensor
         self.pad = 0 if pad is None else int(pad)
         self.ids = torch.nn.functional.pad(input_ids.long(), (0, 64), value=self.pad)
-        self.loops = torch.zeros_like(self.ids)  # that the new tokens took
+        self.loops = torch.zeros_like(self.ids)  # loops that the new tokens took
         self.lengths = [self.prompt_length] * self.num_rows
-        self.last = [self.pad] * self.num_rows  # token of each row
+        self.last = [self.pad] * self.num_rows  # last token of each row
         self.unfinished = [True] * self.num_rows
-        self.waiting: dict[int, tuple[torch.Tensor, int]] = {}  # in step: logits and loops of rows, for the others
+        self.waiting: dict[int, tuple[torch.Tensor, int]] = {}  # logits and loops of rows that wait for others
         self.streamed = self.prompt_length
         self.scores = [] if config.return_dict_in_generate and config.output_scores else None
         self.logits = [] if config.return_dict_in_generate and config.output_logits else None
@@ -81,13 +81,13 @@ class TokenSelector:
         return [row for row, runs in enumerate(self.unfinished) if runs and row not in self.waiting]
 
     def last_tokens(self, rows: list[int]) -> torch.Tensor:
-        """[rows, 1]"""
+        """Return the last tokens of `rows`, [rows, 1]."""
         return on_device([[self.last[row]] for row in rows], self.ids.device)
 
     def emit(self, rows: list[int], logits: torch.Tensor, loops: list[int], noise: torch.Tensor | None = None):
-        """The next token of `rows`, from logits [rows, vocabulary]; those that have got theirs.
+        """Emit the next token of `rows`, from logits [rows, vocabulary]. Return the rows that received one.
 
-        loops: that it took. noise: see `choose`.
+        loops: how many each token took. noise: see `choose`.
         """
         logits = logits.to(device=self.ids.device, dtype=torch.float32, copy=True)
         if self.waits_for_all:
@@ -108,12 +108,12 @@ class TokenSelector:
         return rows
 
     def choose_by_length(self, rows: list[int], logits: torch.Tensor, noise: torch.Tensor | None):
-        """Processed scores and tokens of `rows`."""
+        """Return processed scores and tokens of `rows`."""
         all_scores, all_tokens = torch.empty_like(logits), self.ids.new_empty(len(rows))
         for length, members in self.by_length(rows):
             group, part = [rows[i] for i in members], logits[members]
             seen = group
-            if group == self.running() and noise is None:  # as transformers would: with the rows that have finished
+            if group == self.running() and noise is None:  # as transformers does: with finished rows too
                 seen = list(range(self.num_rows))
                 if len(group) < self.num_rows:
                     whole = part.new_zeros(self.num_rows, part.shape[-1])
@@ -127,8 +127,8 @@ class TokenSelector:
         return all_scores, all_tokens
 
     def guess(self, rows: list[int], lengths: list[int], logits: torch.Tensor, noise: torch.Tensor | None):
-        """What would be chosen after so many tokens of each row, some of which are guesses; and its lead over the
-        second best, in logits. Nothing is emitted. noise: see `choose`."""
+        """Return the token that would be chosen after `lengths` tokens of each row, some of which are guesses, and its
+        lead over the second best, in logits. Emit nothing. noise: see `choose`."""
         scores = logits.to(device=self.ids.device, dtype=torch.float32, copy=True)
         if self.processors:
             for length, members in members_by_number(lengths):
@@ -139,12 +139,12 @@ class TokenSelector:
         return best.indices[:, 0], best.values[:, 0] - best.values[:, 1]
 
     def write_guess(self, row: int, place: int, token: int):
-        """For processors that are asked for the tokens after it."""
+        """Write a guessed token, for processors that score the tokens after it."""
         self.make_room(place + 1)
         self.ids[row, place] = token
 
     def process(self, rows: list[int], length: int, logits: torch.Tensor) -> torch.Tensor:
-        """Scores of `rows`, all of this length. A processor that keeps a number for each row is shown them all."""
+        """Return scores of `rows`, all of this length. Processors that keep a number per row get all rows."""
         if not self.processors:
             return logits
         if not self.knows_rows or rows == list(range(self.num_rows)):
@@ -154,16 +154,16 @@ class TokenSelector:
         return self.processors(self.ids[:, :length], whole)[rows]
 
     def by_length(self, rows: list[int]):
-        """Members of `rows` whose sequences are equally long, which can be shown to processors as one batch."""
+        """Group members of `rows` whose sequences are equally long, and can go to processors as one batch."""
         return members_by_number([self.lengths[row] for row in rows])
 
     def index(self, rows: list[int]) -> slice | torch.Tensor:
-        """Made once: a list would be converted by every tensor that it indexes."""
+        """Return an index of `rows`, made once: a list would be converted at every tensor that it indexes."""
         return slice(None) if rows == list(range(self.num_rows)) else on_device(rows, self.ids.device)
 
     def choose(self, scores: torch.Tensor, noise: torch.Tensor | None = None) -> torch.Tensor:
-        """noise: exponential, [rows, vocabulary]. The largest p / noise is a sample of p; with the same noise,
-        distributions that are close agree often."""
+        """Choose a token for each row. noise: exponential, [rows, vocabulary]. The token of largest p / noise is a
+        sample of p; with the same noise, similar distributions often give the same token."""
         if not self.config.do_sample:
             return scores.argmax(-1)
         p = scores.softmax(-1)
@@ -172,12 +172,12 @@ class TokenSelector:
         return torch.multinomial(p, num_samples=1, generator=self.generator).squeeze(1)
 
     def append(self, rows: list[int], tokens: torch.Tensor, loops: list[int]):
-        """`rows` grow by a token each."""
+        """Append one token to each of `rows`, and find which rows stop."""
         ends = [self.lengths[row] for row in rows]
         self.make_room(max(ends) + 1)
         members, places, taken = on_device([rows, ends, loops], self.ids.device).unbind()
         self.ids[members, places], self.loops[members, places] = tokens, taken
-        # in one list, since this makes the host wait for the GPU
+        # all in one list, since copying it makes the host wait for the GPU
         found = [] if self.waits_for_all else [criterion(tokens[:, None], None) for criterion in self.token_criteria]
         said, *stopped = torch.stack([tokens, *found]).tolist()
         for row, token, end in zip(rows, said, ends):
@@ -185,11 +185,11 @@ class TokenSelector:
         for row, stop in zip(rows, self.stops(rows, [any(of_row) for of_row in zip(*stopped)])):
             self.unfinished[row] = not stop
             if stop:
-                self.ids[row, self.lengths[row] :] = self.pad  # where there were guesses
+                self.ids[row, self.lengths[row] :] = self.pad  # overwrites guesses
 
     def stops(self, rows: list[int], stopped: list[bool]) -> list[bool]:
-        """Which of `rows` end. stopped: those that their last token ends."""
-        if self.waits_for_all:  # as transformers asks: of all rows, also those that have finished
+        """Return which of `rows` end. stopped: for each row, whether a criterion of the last token ends it."""
+        if self.waits_for_all:  # as transformers does: all rows, finished ones too
             scores = None if self.scores is None else tuple(self.scores)
             return self.criteria(self.ids[:, : self.lengths[rows[0]]], scores)[rows].tolist()
         stops = stopped or [False] * len(rows)
@@ -209,7 +209,7 @@ class TokenSelector:
             self.loops = torch.nn.functional.pad(self.loops, (0, extra))
 
     def keep(self, kept: list | None, rows: list[int], values: torch.Tensor):
-        """For the output: [rows, vocabulary] of every new token, zero for rows that have finished."""
+        """Keep scores or logits for the output: [rows, vocabulary] for every new token, zero for finished rows."""
         if kept is None:
             return
         for row, of_row in zip(rows, values):
@@ -219,7 +219,7 @@ class TokenSelector:
             kept[place][row] = of_row
 
     def stream(self):
-        """Positions that every running row has passed; a streamer wants them one by one."""
+        """Stream the positions that every running row has passed, one by one as a streamer expects them."""
         if self.streamer is None:
             return
         ready = min((self.lengths[row] for row in self.running()), default=max(self.lengths))
@@ -230,7 +230,7 @@ class TokenSelector:
         self.streamed = max(self.streamed, ready)
 
     def finish(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sequences, and the loops of their new tokens: 0 behind the end of a row."""
+        """Return the sequences and the loops of their new tokens: 0 after the end of a row."""
         if self.streamer is not None:
             self.streamer.end()
         length = max(self.lengths)
