@@ -22,11 +22,11 @@ BlockMask: Any = look_up("torch.nn.attention.flex_attention", "BlockMask", ())
 
 
 class Tick(NamedTuple):
-    rows: int  # the first ones of this number run
-    loop: int | list[int]  # the loop each of them is at; one number if it is the same
-    depth: int | list[int]  # the loops that each of them runs in all; one number if it is the same
+    rows: int  # how many rows run: the first ones
+    loop: int | list[int]  # the loop of each of these rows; one number if all are equal
+    depth: int | list[int]  # the total number of loops of each of these rows; one number if all are equal
     has_gradient: bool
-    next_rows: int  # rows that also run at the next tick, 0 at the last
+    next_rows: int  # how many of these rows also run at the next tick, 0 at the last
 
 
 class DepthPlan(NamedTuple):
@@ -45,7 +45,7 @@ class DepthPlan(NamedTuple):
         return self.order is not None
 
     def sort(self, batched: Any) -> Any:
-        """Rows in sorted order. What has no rows of its own (batch size 1, None, a number) passes."""
+        """Return rows in sorted order. Values without batch rows (batch size 1, None, a number) stay unchanged."""
         if self.order is None:
             return batched
         has_rows = isinstance(batched, (torch.Tensor, BlockMask)) and batched.shape[:1] == self.order.shape
@@ -55,21 +55,24 @@ class DepthPlan(NamedTuple):
         return tensor if self.inverse is None else tensor[on_device(self.inverse, tensor.device)]
 
     def first_state(self, state: torch.Tensor) -> torch.Tensor:
-        """h_0, sorted, in the order of the batch: a constant, as H_1 is, in rows whose first loop has no gradient."""
-        constant = max((tick.rows for tick in self.ticks if not tick.has_gradient), default=0)
+        """Return the sorted h_0 in the order of the batch; in rows whose first loop has no gradient it is detached, as
+        H_1 is."""
+        constant = 0
+        for tick in self.ticks:
+            constant = constant if tick.has_gradient else max(constant, tick.rows)
         if constant:
             state = torch.cat([state[:constant].detach(), state[constant:]])
         return self.unsort(state)
 
     def spread(self, states: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """States of the ticks, [rows of the tick, ...] in sorted order, as states of the loops, [batch, ...].
+        """Turn states of the ticks, [rows of the tick, ...] in sorted order, into states of the loops, [batch, ...].
 
         A row that has finished keeps its last state.
         """
         if isinstance(self.depths, int):
             return tuple(states)
         depths = sorted(self.depths, reverse=True)
-        of_rows = [state.unbind() for state in states]  # a gradient of each row, not one of all rows for each
+        of_rows = [state.unbind() for state in states]  # indexing would make a gradient of all rows for each row
         last_tick = len(self.ticks) - 1
         loops = []
         for loop in range(self.max_depth):
@@ -83,15 +86,15 @@ class DepthPlan(NamedTuple):
 
 
 def one_or_each(numbers: list[int]) -> int | list[int]:
-    """One number if all are the same."""
+    """Return one number if all are the same, else the list."""
     return numbers[0] if len(set(numbers)) == 1 else numbers
 
 
 def one_or_rows(
     value: Callable[[Any], Any], numbers: int | list[int] | torch.Tensor, device, ndim: int = 1, dtype=None
 ) -> Any:
-    """What follows from each row's loop or depth: one value where all rows agree, else [rows, 1, ...] of `ndim`; the
-    latter too of a tensor, whose numbers the host does not know."""
+    """Apply `value` to each row's loop or depth. Return one value if all rows agree, else a tensor [rows, 1, ...] of
+    `ndim` dimensions; always the tensor if `numbers` is one, since the host does not know its numbers."""
     if torch.is_tensor(numbers):
         return value(numbers).view(-1, *[1] * (ndim - 1))
     values = [value(number) for number in ([numbers] if isinstance(numbers, int) else numbers)]
@@ -101,11 +104,11 @@ def one_or_rows(
 
 
 def take_rows(batched: Any, rows: slice | torch.Tensor) -> Any:
-    """The first rows (a slice), or rows in another order, of a tensor or of flex attention's mask."""
+    """Take the first rows (a slice), or rows by index, from a tensor or from flex attention's mask."""
     if not isinstance(batched, BlockMask):
         return batched[on_device(rows, batched.device) if torch.is_tensor(rows) else rows]
     taken = batched[rows]
-    if torch.is_tensor(rows):  # the mask's rule must be asked about the rows that these were
+    if torch.is_tensor(rows):  # the mask's function needs the rows' indices before they were taken
         rows = rows.to(batched.kv_indices.device)
         taken.mask_mod = lambda row, *place: batched.mask_mod(rows[row], *place)
     else:
@@ -122,14 +125,14 @@ def check_count(name: str, value) -> int:
 
 
 def numpy_as_python(value):
-    """numpy's numbers and arrays as Python's."""
+    """Return numpy's numbers and arrays as Python's, and other values unchanged."""
     return value.tolist() if isinstance(value, (np.generic, np.ndarray)) else value
 
 
 def read_depths(num_loops, batch_size: int) -> int | list[int]:
-    """`num_loops` of a call (an int, or one per row): one positive int if it is the same for all rows, else a list.
+    """Read `num_loops` of a call (an int, or one per row): return one int if all rows have the same, else a list.
 
-    One int does not ask how many rows there are, so that a graph of the pass takes batches of any size.
+    One int is not compared with the batch size, so that a graph of the pass takes batches of any size.
     """
     advice = "num_loops is the number of loops to run: an int of at least 1, or one such int per sequence"
     if torch.is_tensor(num_loops):
@@ -146,12 +149,12 @@ def read_depths(num_loops, batch_size: int) -> int | list[int]:
             raise ValueError(f"{advice}; got {num_loops!r}")
     if per_row and len(depths) != batch_size:
         raise ValueError(f"{advice}; got {len(depths)} depths for a batch of {batch_size} sequences")
-    depths = [index(depth) for depth in depths]  # a compiler that meets a second depth would make it a symbol
+    depths = [index(depth) for depth in depths]  # else a compiler makes a second depth a symbol
     return one_or_each(depths)
 
 
 def check_depths(num_loops, batch_size: int) -> list[int]:
-    """The same as a list of one int per row."""
+    """Read `num_loops` as `read_depths` does, and return a list of one int per row."""
     return depth_per_row(read_depths(num_loops, batch_size), batch_size)
 
 
@@ -160,7 +163,7 @@ def depth_per_row(depths: int | list[int], batch_size: int) -> list[int]:
 
 
 def depth_tensor(depths: int | list[int], batch_size: int, device) -> torch.Tensor:
-    """[batch]"""
+    """Return the depths as a tensor, [batch]."""
     if isinstance(depths, int):
         return torch.full((batch_size,), depths, device=device)
     return on_device(depths, device)
@@ -184,7 +187,7 @@ def plan_depths(num_loops, batch_size: int, backprop_loops: int | None = None) -
     ends_together = backprop_loops is not None
     by_depth = sorted(range(batch_size), key=lambda row: -depths[row])
     deepest_first = [depths[row] for row in by_depth]
-    needed = range(longest, 0, -1) if ends_together else range(1, longest + 1)  # to run at each tick
+    needed = range(longest, 0, -1) if ends_together else range(1, longest + 1)  # least depth that runs at a tick
     counts = [sum(depth >= least for depth in depths) for least in needed]
     ticks = []
     for tick, (rows, following) in enumerate(zip(counts, [*counts[1:], 0])):

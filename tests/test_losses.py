@@ -115,7 +115,7 @@ def states_of_row(model, ids, depth, backprop_loops):
         x = readout_norm(model, states[-1]) if model.config.inter_loop_norm == "shared" else states[-1]
         if backprop_loops is not None and loop + 1 <= depth - backprop_loops:
             x = x.detach()
-    return states, run, first
+    return states, run, first if backprop_loops is None or depth <= backprop_loops else first.detach()
 
 
 def read(model, x, depth):
