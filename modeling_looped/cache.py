@@ -1,12 +1,12 @@
-"""The key/value cache of a looped model, and what a pass sees of it.
+"""The key/value cache of a looped model, and the view of it that a pass uses.
 
-Any transformers cache serves a looped model: a slot per (loop, core layer), see `LoopedConfig.core_slot`. Three things
-need more than that. Rows of a batch that run to different depths, passes that are shallower than what the cache
-already holds, and slots that loops share: `CacheView`. Rows at positions and loops of their own: the buffers of
-`LoopedCache`, which `row_view.py` reads and writes.
+Any transformers cache serves a looped model, with a slot per (loop, core layer), see `LoopedConfig.core_slot`. Some
+cases need more than that. `CacheView` serves rows of a batch that run to different depths, passes that are shallower
+than the cache, and slots that loops share. The buffers of `LoopedCache`, which `row_view.py` reads and writes, serve
+rows at different positions and loops.
 
 A token that stops at loop k leaves its keys and values of loop k in every deeper slot, so that all slots have the same
-length and later tokens that run deeper read what that token last knew.
+length and later tokens that run deeper read the last keys and values of that token.
 """
 
 import copy
@@ -20,7 +20,7 @@ from .tensors import members_by_number, on_device
 
 
 def loops_with_slots(sharing: str) -> int | None:
-    """How many loops have slots of their own under a sharing policy; None if all do."""
+    """Return how many loops have separate slots under a sharing policy; None if all do."""
     if sharing == "none":
         return None
     if sharing == "last":
@@ -38,23 +38,23 @@ def sharing_of(cache) -> str:
 
 
 def index_of_loop(loop: int, num_stored: int) -> int:
-    """Where a layer that stores so many loops has this one. Prelude and coda store one, which serves every loop; of S
-    shared slots loop t has slot t mod S; else each loop has its own."""
+    """Return the index at which a layer with `num_stored` loops stores this loop. Prelude and coda store one, for all
+    loops; with S shared slots, loop t has slot t mod S; else each loop has a separate slot."""
     return loop % num_stored
 
 
 class PreallocatedLayer(DynamicLayer):
-    """A dynamic layer that writes new tokens in place; one that concatenates copies all the past for each of them.
+    """A dynamic layer that writes new tokens in place, since concatenation copies the whole past for every token.
 
-    So after a crop, tensors that were taken from it before change when it goes on: clone what is to stay."""
+    So tensors taken from it before a crop change when new tokens are written: clone tensors that must not change."""
 
     room = 64  # tokens
-    keys: torch.Tensor  # of an initialized layer, as the values
+    keys: torch.Tensor  # set once the layer is initialized, as the values are
     values: torch.Tensor
     buffers: tuple[torch.Tensor, ...] = ()  # keys and values
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
-        if torch.is_grad_enabled() or torch.compiler.is_compiling():  # gradients may need them as they were
+        if torch.is_grad_enabled() or torch.compiler.is_compiling():  # autograd may need the tensors unchanged
             return super().update(key_states, value_states, *args, **kwargs)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -72,7 +72,8 @@ class PreallocatedLayer(DynamicLayer):
         return self.keys, self.values
 
     def has_room(self, length: int) -> bool:
-        """In buffers that hold what the layer holds: others may have put tensors of their own."""
+        """Whether the buffers have room for `length` tokens and still back the layer's tensors, which other code may
+        have replaced."""
         if not self.buffers or self.keys.numel() == 0:
             return False
         keys, values = self.buffers
@@ -83,14 +84,14 @@ class PreallocatedLayer(DynamicLayer):
         return is_held and keys.shape[-2] >= length and keys.shape[:-2] == self.keys.shape[:-2]
 
     def __copy__(self):
-        """Neither goes on writing where the other reads."""
+        """Drop the buffers of both layers, so that neither writes where the other reads."""
         self.buffers = ()
         copied = object.__new__(type(self))
         vars(copied).update(vars(self))
         return copied
 
     def move(self, keys: torch.Tensor, values: torch.Tensor, length: int):
-        """To buffers of the cache, of which it holds the first tokens; it goes on writing there."""
+        """Move into buffers of the cache, whose first `length` tokens are this layer's; new tokens go there too."""
         self.buffers = (keys, values)
         self.keys, self.values = keys[..., :length, :], values[..., :length, :]
 
@@ -100,24 +101,24 @@ class PreallocatedLayer(DynamicLayer):
 
 
 class LoopedCache(DynamicCache):
-    """The cache that `generate` makes: dynamic, written in place, and its loops can share slots.
+    """The cache that `generate` makes: dynamic, written in place, with slots that loops can share.
 
     sharing: "none"; "last" (past positions are seen as their last loop left them); "cyclic-S" (loop t uses slot t mod
-    S). Tokens of the same pass always see each other at their own loop. So with sharing, which takes 1/N or S/N of the
-    memory, what a token sees depends on how the sequence was cut into passes: that is the approximation.
+    S). Tokens of the same pass always see each other at the current loop. So with sharing, which takes 1/N or S/N of
+    the memory, the result depends on how the sequence was cut into passes: sharing is an approximation.
 
-    Where rows decode apart, keys and values lie in one buffer per unique layer, in the order of slots:
-    [rows, loops, heads, 2, capacity, head_dim]; the 2 are key and value. The layers of this cache are views of them
-    (but for sliding ones, which hold their window alone). What lies beyond a row's position is of no consequence: no
-    query sees it, and it is overwritten when the row gets there. So a check that does not exit, or a draft that is
-    rejected, needs no undoing.
+    If rows decode at different positions and loops, keys and values are in one buffer per unique layer, in the order
+    of slots: [rows, loops, heads, 2, capacity, head_dim]; the 2 are key and value. The layers of this cache are views
+    of the buffers (except sliding layers, which hold only their window). Entries beyond a row's position do not
+    matter: no query sees them, and they are overwritten when the row gets there. So nothing has to be undone after an
+    exit check that does not exit, or after a rejected draft.
     """
 
     layers: list[DynamicLayer]
 
     def __init__(self, config, sharing: str = "none", num_loops: int | None = None):
         self.model_config, self.sharing = config, sharing
-        self.is_int8 = False  # the buffers, and so the layers until the rows have been decoded, hold 8 bits
+        self.is_int8 = False  # whether the buffers, and during decoding the layers, hold int8
         loops = config.num_loops if num_loops is None else num_loops
         shared = loops_with_slots(sharing)
         if shared is not None and config.shares_keys:
@@ -132,11 +133,11 @@ class LoopedCache(DynamicCache):
         self.layers = [PreallocatedLayer() if type(layer) is DynamicLayer else layer for layer in self.layers]
         self.buffers: list[torch.Tensor] = []
         self.max_length = 0  # of the generation that fills the buffers
-        self.bytes_of_token = 0  # in the buffers, one of every row
+        self.bytes_of_token = 0  # bytes in the buffers for one token of every row
         prelude, core, coda = config.section_layer_types()
         kinds = prelude + coda + core  # in the order of slots
         self.windows = [config.sliding_window if kind == "sliding_attention" else None for kind in kinds]
-        # by heads and head_dim, what one row sees, copied to floats to be read: [1, heads, 2, capacity, head_dim]
+        # by (heads, head_dim): room for what one row sees, converted to floats, [1, heads, 2, capacity, head_dim]
         self.one_row: dict[tuple[int, int], torch.Tensor] = {}
 
     @property
@@ -145,11 +146,11 @@ class LoopedCache(DynamicCache):
 
     @property
     def capacity(self) -> int:
-        """Tokens for which the buffers have room."""
+        """The number of tokens for which the buffers have room."""
         return self.buffers[0].shape[-2]
 
     def begin_empty(self, num_rows: int, like: torch.Tensor):
-        """Layers as a pass over no tokens would leave them; keys and values are of the dtype and device of `like`."""
+        """Initialize the layers as a pass over no tokens would, in the dtype and on the device of `like`."""
         config = self.model_config
         for slot, layer in enumerate(self.layers):
             section = "core" if slot >= config.core_slot(0) else "prelude"
@@ -159,10 +160,10 @@ class LoopedCache(DynamicCache):
             layer.keys = layer.values = states
 
     def fill_buffers(self, cache: Cache, max_length: int, least: int):
-        """Into buffers, what a cache (this one, or another) holds: layer by layer, so that little is held twice.
+        """Copy the tokens of a cache (this one, or another) into buffers, layer by layer to save memory.
 
-        A static layer holds more than the tokens so far, a sliding one less, its window. max_length: of a generation.
-        least: tokens for which there is to be room, at the least.
+        A static layer holds more than the tokens so far, a sliding one only its window. max_length: of the generation.
+        least: the buffers get room for at least this many tokens.
         """
         self.max_length, length, self.buffers = max_length, int(cache.get_seq_length()), []
         for first_slot in range(self.model_config.core_slot(1)):
@@ -187,11 +188,11 @@ class LoopedCache(DynamicCache):
         return from_int8(stored, self.dtype) if self.is_int8 else stored
 
     def reserve(self, length: int):
-        """Room for `length` tokens in every row; grows by half, so that copying stays rare."""
+        """Make room for `length` tokens in every row; buffers grow by half, so that copying stays rare."""
         if length <= self.capacity:
             return
         room = self.with_room(length)
-        # the first one last, since its capacity is that of all: for one of them there may be no memory
+        # the first buffer last: its size counts as the capacity of all, and one of the others may not fit into memory
         for first_slot, before in reversed(list(enumerate(self.buffers))):
             if before.shape[-2] < room:
                 self.buffers[first_slot] = torch.nn.functional.pad(before, (0, 0, 0, room - before.shape[-2]))
@@ -201,7 +202,7 @@ class LoopedCache(DynamicCache):
         return max(length, min(length + max(length // 2, 64), self.max_length))
 
     def point_slots_at_buffer(self, first_slot: int, length: int):
-        """What the slots of a unique layer hold are the first tokens of its buffer."""
+        """Make the slots of a unique layer views of the first `length` tokens of its buffer."""
         for loop, buffer in enumerate(self.buffers[first_slot].unbind(1)):
             slot = self.layers[self.model_config.slot_at(first_slot, loop)]
             if type(slot) is PreallocatedLayer and slot.is_initialized:
@@ -209,26 +210,26 @@ class LoopedCache(DynamicCache):
                 slot.move(keys, values, length)
 
     def store_back(self, cache: Cache, length: int):
-        """`cache` (this one, or another) is to hold the tokens up to `length` of all rows."""
+        """Make `cache` (this one, or another) hold the tokens of all rows up to `length`, and drop the buffers."""
         start = int(cache.get_seq_length())
         for slot, held in enumerate(cache.layers):
             first_slot, loop = self.model_config.split_slot(slot)
             buffer = self.buffers[first_slot]
-            # a full window of a static cache takes no update without tokens
+            # only with new tokens: a static layer with a full window fails at an update without any
             if start < length and (cache is not self or type(held) is not PreallocatedLayer):
-                # of a cache that is deeper than this run, the deeper slots too
+                # slots of loops deeper than this run get the tokens of its last loop
                 tokens = buffer[:, min(loop, buffer.shape[1] - 1), :, :, start:length]
                 keys, values = self.as_read(tokens).unbind(2)
                 cache.update(keys, values, slot)
         for first_slot in range(len(self.buffers)):
             self.point_slots_at_buffer(first_slot, length)
         for held in self.layers if self.is_int8 else ():
-            if type(held) is PreallocatedLayer and held.is_initialized:  # they go on in the dtype of the model
+            if type(held) is PreallocatedLayer and held.is_initialized:  # back to the model's dtype
                 held.keys, held.values, held.buffers = self.as_read(held.keys), self.as_read(held.values), ()
         self.leave_buffers()
 
     def leave_buffers(self):
-        """To the layers, which may need them no longer."""
+        """Drop the references to the buffers; only layers that are views of them keep their memory."""
         self.buffers, self.one_row = [], {}
 
     def reset(self):
@@ -236,11 +237,11 @@ class LoopedCache(DynamicCache):
         self.leave_buffers()
 
     def release(self):
-        """Nothing to do: this cache shares no memory. `PagedRows` gives its pages back here."""
+        """Do nothing, since this cache shares no memory. `PagedRows` gives its pages back here."""
 
     def leave_in_deeper_loops(self, rows: list[int], loops: list[int], places: list[int]):
-        """A token of each row, at its place, leaves its last keys and values in slots that it did not use. loops:
-        how many it ran."""
+        """Copy each token's last keys and values to the slots of deeper loops, which it did not run. One entry of
+        rows, loops and places per token; loops: how many it ran."""
         core = self.buffers[self.model_config.core_slot(0) :]
         for ran, members in members_by_number(list(map(self.model_config.num_stored_loops, loops))):
             if ran >= self.num_stored_loops:
@@ -258,19 +259,19 @@ class LoopedCache(DynamicCache):
 
 
 class CacheView:
-    """What the blocks see of a cache during one pass; `update` is that of the cache."""
+    """The cache as the blocks of one pass see it; `update` has the same arguments as that of the cache."""
 
     def __init__(self, cache: Cache, config, plan, stored_loops: int, may_exit: bool):
         self.cache, self.config, self.plan = cache, config, plan
         self.shared = loops_with_slots(sharing_of(cache))
         self.stored_loops = stored_loops  # loops whose slots hold the past, which this pass must fill too
-        # keys and values of this pass, of all rows: per layer, named by its first slot, as each row's last loop left
-        # them; and where loops share slots, per slot as the last loop that uses it left them
+        # keys and values of this pass, of all rows. latest: by a core layer's first slot, as each row's last loop left
+        # them; written: by slot, as the last writer left them, for prelude and coda and for slots that loops share
         self.latest, self.written = {}, {}
         self.loops_run = 0
         self.frozen: torch.Tensor | None = None  # [batch, length]: tokens that have exited
-        self.recording: list[Any] = []  # of its sliding layers, those that do so for this pass alone
-        if self.shared is not None or may_exit:  # they must be able to give back the tokens of an earlier loop
+        self.recording: list[Any] = []  # sliding layers that record their past for this pass only
+        if self.shared is not None or may_exit:  # sliding layers must be able to drop the tokens of an earlier loop
             self.recording = [layer for layer in cache.layers if not getattr(layer, "record_past", True)]
             cache.activate_past_recording()
 
@@ -285,7 +286,7 @@ class CacheView:
         fresh, is_core = (keys, values), first_slot >= self.config.core_slot(0)
         if is_core:
             fresh = self.latest[first_slot] = self.of_all_tokens((keys, values), self.latest.get(first_slot))
-        if slot in self.written:  # take back what an earlier loop of this pass wrote, or the coda at a check for exits
+        if slot in self.written:  # remove what an earlier loop of this pass wrote, or the coda at an exit check
             fresh = self.of_all_tokens((keys, values), self.written[slot]) if is_core else (keys, values)
             self.cache.layers[slot].crop(-keys.shape[-2])
         if self.shared is not None or not is_core:
@@ -296,7 +297,7 @@ class CacheView:
         return keys, values
 
     def of_all_tokens(self, new: tuple[torch.Tensor, ...], before: tuple[torch.Tensor, ...] | None):
-        """Keys and values of this loop; of tokens that have exited and rows that have finished, those from before."""
+        """Return keys and values of this loop; tokens that exited and rows that finished keep those from before."""
         if before is None:
             return new
         if self.frozen is not None:
@@ -310,7 +311,7 @@ class CacheView:
         return self.cache.update(self.plan.unsort(keys), self.plan.unsort(values), slot, *args, **kwargs)
 
     def finish(self):
-        """Leave the last loop's keys and values in the deeper slots that hold the past."""
+        """Write the last loop's keys and values to the deeper slots that hold the past."""
         stored = self.stored_loops if self.shared is None else min(self.stored_loops, self.shared)
         for loop in range(self.loops_run, stored):
             for first_slot, states in self.latest.items():
@@ -327,7 +328,7 @@ def is_written(cache: Cache, slot: int) -> bool:
 
 
 def view_for_pass(cache, config, plan, may_exit: bool):
-    """The cache itself where it serves as it is, else a `CacheView`. Refuses to deepen a sequence under way."""
+    """Return the cache itself if that suffices, else a `CacheView`. Refuse to run a sequence deeper than its past."""
     if cache is None or not isinstance(cache, Cache):
         return cache
     shared = loops_with_slots(sharing_of(cache))
@@ -345,7 +346,7 @@ def view_for_pass(cache, config, plan, may_exit: bool):
                 "and the past has no keys and values for the deeper loops. Run the sequence at one depth or "
                 "shallower, or start it again with an empty cache."
             )
-        if cache.layer_class_to_replicate is None:  # a new sequence in layers that were made for the configured depth
+        if cache.layer_class_to_replicate is None:  # a new sequence; its layers were made for the configured depth
             fit_layers(cache, config.core_slot(needed), config.num_core_layers)
     if plan.is_mixed or shared is not None or stored > depth or may_exit:
         return CacheView(cache, config, plan, max(stored, depth) if may_exit else stored, may_exit)
@@ -353,7 +354,7 @@ def view_for_pass(cache, config, plan, may_exit: bool):
 
 
 def fit_layers(cache: Cache, count: int, per_loop: int):
-    """Add layers for deeper loops and drop those of loops that do not run: unfilled sliding ones cannot be cropped."""
+    """Add layers for deeper loops; drop those of loops that do not run, as unfilled sliding ones cannot be cropped."""
     del cache.layers[count:]
     while len(cache.layers) < count:
         cache.layers.append(copy.deepcopy(cache.layers[-per_loop]))

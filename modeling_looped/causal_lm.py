@@ -43,8 +43,8 @@ from .tensors import at_least_fp32
 
 
 class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
-    """A looped language model. `forward` and `generate` take `num_loops`, `from_pretrained` opens models of this
-    family and published ones, and `from_dense` makes one of a Llama."""
+    """A looped language model. `forward` and `generate` take `num_loops`. `from_pretrained` opens models of this
+    family and other published looped models; `from_dense` makes a looped model from a dense one such as Llama."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
     _tp_plan = {"lm_head": "colwise_gather_output"}
@@ -52,16 +52,16 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
 
     def __init__(self, config: LoopedConfig):
         super().__init__(config)
-        self.generation_config._from_model_config = False  # or loading leaves out fields that transformers lacks
+        self.generation_config._from_model_config = False  # else loading drops fields unknown to transformers
         self.model = LoopedModel(config)
         self.vocab_size = config.vocab_size
         self.lm_head = linear(config.hidden_size, config.vocab_size, "head")
         gate = linear(config.state_size, 1, "gate", bias=True) if config.exit_gate != "none" else None
-        self.loss_kernel: Callable | None = None  # one of loss_kernels.py
-        self.compiled_cross_entropy: Callable | None = None  # of cross_entropy.py
-        self.exit_gate: nn.Module = gate  # pyrefly: ignore[bad-assignment]  without a gate nothing asks for it
+        self.loss_kernel: Callable | None = None  # a function of loss_kernels.py
+        self.compiled_cross_entropy: Callable | None = None  # in place of cross_entropy.cross_entropy_of
+        self.exit_gate: nn.Module = gate  # pyrefly: ignore[bad-assignment]  without a gate nothing reads it
         self.post_init()
-        # of the trunk's own, which has no gate: here a gate that has no place is an error
+        # the trunk ignores a gate in a checkpoint; here one that fits no module is an error
         passed_over = set(self._keys_to_ignore_on_load_unexpected or ())
         self._keys_to_ignore_on_load_unexpected = passed_over - set(LoopedModel.without_head)
 
@@ -95,19 +95,19 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
         r"""
         num_loops, backprop_loops, initial_state, output_loop_hidden_states, output_loop_readout_states: as in
             `LoopedModel`.
-        exit_rule: let each token (or, `per_sequence`, each row) stop at the loop where its criterion is met;
-            `num_loops` is then the most it runs. selection="after" runs all loops, and reads each token out at its
-            exit; "weighted" runs all, and reads all out, each with the probability of an exit there.
+        exit_rule: let each token (or, with `per_sequence`, each row) stop at the loop where its criterion is met;
+            `num_loops` is then the maximum. selection="after" runs all loops and reads each token out at its exit;
+            "weighted" runs all loops and weights the logits of each with the probability of an exit there.
         labels: [batch, length] tokens, shifted here; -100 is ignored. Or `shift_labels`, already shifted.
-            The loss that comes back is what training minimises, of all loops if `config.loop_loss` says so; for a
+            The returned loss is the training objective, over all loops if `config.loop_loss` says so; for a
             perplexity take the last of `loop_losses`, with output_loop_losses=True.
-        loss_positions: the positions that have a label, counted through all rows, as a numpy array. Finding them in
-            `labels` makes the host wait for a GPU.
-        output_logits: False skips the logits where only the loss is wanted, which saves their memory in training.
+        loss_positions: indices of the positions that have a shifted label, in the flattened [batch * length], as a
+            numpy array. Without it they are found from `labels`, for which the host waits for a GPU.
+        output_logits: False skips the logits if only the loss is needed, which saves their memory in training.
         output_loop_logits: the logits after every loop, from this one pass.
-        output_loop_losses: the cross-entropy of `labels` after every loop, whatever the loss; no logits are kept.
+        output_loop_losses: the cross-entropy of `labels` after every loop, for any `loop_loss`; no logits are kept.
         output_exit_probabilities: the exit distribution of the gate.
-        output_exit_logits: the logits of all loops, weighted with it.
+        output_exit_logits: the logits of all loops, weighted with the exit distribution.
         """
         check_arguments(kwargs, FORWARD_ARGUMENTS, type(self).__name__)
         shape = check_inputs(input_ids, inputs_embeds).shape[:2]
@@ -153,12 +153,12 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
         return self._output(outputs, asked, needed, logits, keep, depths, targets)
 
     def _output(self, outputs, asked: AskedOutputs, needed: NeededOfPass, logits, keep, depths, labels: Labels | None):
-        """From what the trunk returns to losses, exits and what was asked for. keep: positions of logits."""
+        """Make the losses, exits and requested outputs from the trunk's outputs. keep: the positions of `logits`."""
         gates = self._gates(outputs) if needed.gates else None
         exits = self._exit_probabilities(gates, depths) if needed.exit_probabilities else None
         loss, losses, token_losses = None, None, None
         if labels is not None:
-            in_order = logits if isinstance(keep, slice) else None  # positions that the caller names may be in any
+            in_order = logits if isinstance(keep, slice) else None  # chosen positions may be in any order
             every_loop = asked.output_loop_losses
             loss, losses, token_losses = self._losses(outputs, in_order, gates, exits, depths, labels, every_loop)
         return LoopedCausalLMOutputWithPast(
@@ -178,7 +178,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
         )
 
     def _get_resized_lm_head(self, old_lm_head, *args, **kwargs):
-        """transformers makes a layer for a vocabulary of another size, which does not say yet what it is for."""
+        """Give the head that transformers makes for another vocabulary size its role for the init schemes."""
         head = super()._get_resized_lm_head(old_lm_head, *args, **kwargs)
         if head is not old_lm_head:
             with_role(head, "head")
@@ -186,7 +186,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
         return head
 
     def logits(self, hidden_states):
-        """From normed states to logits."""
+        """Return the logits of normed states."""
         return self.softcapped(project(self.lm_head, hidden_states))
 
     def softcapped(self, logits):
@@ -197,11 +197,11 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
         return (cap * torch.tanh(exact / cap)).to(logits.dtype)
 
     def logits_after_loop(self, readout_states, loop: int, depths: int | list[int] | None = None):
-        """From what the readout norm reads after loop index `loop` to logits; a shallower row stays at its last."""
+        """Return logits from the readout norm's input after loop index `loop`, or a shallower row's last loop."""
         return self.logits(self._read_out(readout_states, loop, depths))
 
     def _read_out(self, readout_states, loop: int, depths: int | list[int] | None):
-        """What the head reads there."""
+        """Return the head's input after loop index `loop`."""
         depth = [min(loop + 1, depth) for depth in depths] if isinstance(depths, list) else loop + 1
         return self.model.readout(readout_states, depth)
 
@@ -210,7 +210,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
         return tuple(self.logits_after_loop(state[:, keep], loop, depths) for loop, state in enumerate(readouts))
 
     def gate(self, state):
-        """Gate logit of H: [batch, length]."""
+        """Return the gate logit of H: [batch, length]."""
         refuse_if(
             self.exit_gate is None,
             f"loop_loss={self.config.loop_loss!r} and the outputs of exits read a gate, but this model was built with "
@@ -218,12 +218,12 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
         )
         if self.config.exit_gate == "normed":
             state = self.model.norm(state)
-        if self.config.loop_loss == "gate":  # stage II trains nothing but the gate
+        if self.config.loop_loss == "gate":  # stage II trains only the gate
             state = state.detach()
         return project(self.exit_gate, state).squeeze(-1)
 
     def _gates(self, outputs) -> torch.Tensor:
-        """Gate logits after every loop, [loops, batch, length]."""
+        """Return the gate logits after every loop, [loops, batch, length]."""
         trains_gate = self.config.loop_loss == "gate" and self.training and torch.is_grad_enabled()
         refuse_if(
             trains_gate and not any(weight.requires_grad for weight in self.exit_gate.parameters()),
@@ -233,13 +233,13 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
         return torch.stack([self.gate(state) for state in outputs.loop_hidden_states])
 
     def _exit_probabilities(self, gates, depths: int | list[int]) -> torch.Tensor:
-        """[loops, batch, length]"""
+        """Return the exit distribution, [loops, batch, length]."""
         last_loop = depth_tensor(depths, gates.shape[1], gates.device)[:, None] - 1
         return exit_log_probabilities(gates, last_loop).exp()
 
     def _exit_weighted(self, readouts, exit_probabilities, depths: int | list[int]):
-        """sum_k p_k of what the head reads after loop k, [batch, length, hidden]. The head is linear: from here come
-        the exit-weighted logits."""
+        """Return sum_k p_k times the head's input after loop k, [batch, length, hidden]. The head is linear, so its
+        logits of this sum are the exit-weighted logits."""
         terms = (
             probability.unsqueeze(-1) * self._read_out(state, loop, depths)
             for loop, (state, probability) in enumerate(zip(readouts, exit_probabilities))
@@ -262,7 +262,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
     def _losses(
         self, outputs, logits, gates, exit_probabilities, depths: int | list[int], labels: Labels, every_loop: bool
     ):
-        """The loss; and without gradients, the cross-entropies after every loop: their means, and of every token."""
+        """Return the loss and, without gradients, the cross-entropies after every loop (or None): means, per token."""
         if not every_loop and self._has_plain_loss(logits, labels.tokens):
             return self._plain_loss(logits, labels), None, None
         refuse_if(
@@ -286,10 +286,10 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
     def _loop_loss(
         self, outputs, gates, depths, labels: Labels, mixed=None, objective: str | None = None, every_loop: bool = True
     ):
-        """The loss without logits: of `mixed` readouts, or per loop where the trunk returned what every loop reads
-        out."""
+        """Compute the loss without logits: of `mixed` readouts, or of each loop if the trunk returned every loop's
+        readout state, else of the last loop."""
         readouts, reads_once = outputs.loop_readout_states, mixed is not None or outputs.loop_readout_states is None
-        if reads_once:  # one state, which has been through the readout norm
+        if reads_once:  # a single state, after the readout norm
             readouts = [outputs.last_hidden_state if mixed is None else mixed]
         head = self._head(reads_once)
         states = None
@@ -299,7 +299,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
         return loop_loss(self.config, head, readouts, reads_once, states, gates, depths, labels, objective, every_loop)
 
     def _head(self, is_read_out: bool) -> Head:
-        """Of states that have been through the readout norm, or of those that the readout norm reads."""
+        """Return the head for states after the readout norm (`is_read_out`) or for states before it."""
         decode, read = self.logits_after_loop, partial(self._read_out, depths=None)
         if is_read_out:
             decode, read = (lambda hidden, loop: self.logits(hidden)), (lambda hidden, loop: hidden)
@@ -308,30 +308,30 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
         return Head(decode, self._decode_parameters(with_readout=not is_read_out), losses, self.compiled_cross_entropy)
 
     def _latent_targets(self, labels):
-        """Embeddings of the labels, [batch, length, hidden], where a loss compares states with them."""
+        """Return the embeddings of the labels, [batch, length, hidden], if a loss compares states with them."""
         if not self.config.latent_loss and not self.config.latent_anchor:
             return None
         with torch.no_grad():
             return self.model.scaled(self.model.embed_tokens(labels.clamp(min=0)))
 
     def _has_plain_loss(self, logits, labels) -> bool:
-        """Whether the loss is that of any causal LM, on logits that are there anyway."""
+        """Whether the loss is the usual one of a causal LM, on logits that this pass computes anyway."""
         is_plain = self.config.loop_loss == "terminal" and not self.config.state_losses
         return is_plain and logits is not None and logits.shape[:2] == labels.shape
 
     def _plain_loss(self, logits, labels: Labels):
         return self.loss_function(
             logits=logits,
-            labels=unshift(labels.tokens),  # for a loss_function of the caller's, which may shift by itself
+            labels=unshift(labels.tokens),  # the caller's loss_function may shift them by itself
             shift_labels=labels.tokens,
             vocab_size=self.config.vocab_size,
             num_items_in_batch=denominator(labels.tokens, labels.num_items_in_batch),
         )
 
     def _decode_parameters(self, with_readout: bool) -> list[torch.Tensor] | None:
-        """What `decode` reads. None leaves it to autograd: where others have changed what it does, which may read
-        more, and where these modules carry hooks (a head that FSDP shards by itself, tensor parallel), which bring the
-        weights only to forward and backward passes that autograd sees."""
+        """Return the parameters that `decode` reads, or None to leave the gradients to autograd. None if methods that
+        `decode` calls were overridden, which may read more parameters, or if its modules carry hooks (a head that FSDP
+        shards by itself, tensor parallelism), which provide the weights only to passes that autograd sees."""
         readouts = [self.model.norm, self.model.alpha_readout] if with_readout else []
         modules = [self.lm_head, *(module for module in readouts if module is not None)]
         is_ours = is_as_written(self, *HEAD_METHODS) and is_as_written(self.model, *TRUNK_METHODS)

@@ -1,4 +1,4 @@
-"""What other libraries are told: which layers PEFT adapts by default, and what a trainer's own loss leaves out."""
+"""Integration with PEFT and with trainers: registration, checks, and warnings about losses that are left out."""
 
 import sys
 
@@ -16,13 +16,14 @@ ADAPTERS_OF_ROWS = "adapters of single rows (PEFT's adapter_names and aLoRA)"
 
 
 def register_with_trainer(model_type: str):
-    """With label smoothing the Trainer shifts the labels for classes of this table alone."""
+    """Add the language model to the table of classes whose labels the Trainer shifts with label smoothing."""
     names = look_up("transformers.models.auto.modeling_auto", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", {})
     names.setdefault(model_type, "LoopedForCausalLM")
 
 
 def register_with_peft(model_type: str):
-    """PEFT's defaults for Llama, whose names our layers have; where peft is imported before the model is made."""
+    """Register PEFT's defaults for Llama, which has the same layer names, if peft was imported before the model is
+    made."""
     constants = sys.modules.get("peft.utils.constants")
     for name, targets in vars(constants).items() if constants else ():
         if name.endswith("_MODULES_MAPPING") and isinstance(targets, dict) and "llama" in targets:
@@ -33,7 +34,7 @@ def register_with_peft(model_type: str):
 
 
 def tuner_of_weights(tuner: type) -> type:
-    """PEFT's tuner of norms fails at those without a weight; this one passes over them."""
+    """Return a subclass of PEFT's tuner of norms that skips norms without a weight, at which PEFT's tuner fails."""
 
     class NormTuner(tuner):
         def has_weight(self, name: str) -> bool:
@@ -57,7 +58,7 @@ def tuner_of_weights(tuner: type) -> type:
 
 
 def gives_rows_adapters(model: torch.nn.Module) -> bool:
-    """Whether PEFT runs each row of the batch with an adapter of its own, by hooks that know a row by its place."""
+    """Whether PEFT runs rows of the batch with different adapters, by hooks that identify a row by its index."""
     if "peft" not in sys.modules or torch.compiler.is_compiling():
         return False
     hooks = (getattr(hook, "func", None) for part in model.modules() for hook in part._forward_pre_hooks.values())
@@ -73,23 +74,23 @@ def refuse_adapters_of_rows(model: torch.nn.Module):
 
 
 def has_prefix(model) -> bool:
-    """Whether PEFT, which is then in charge of what a pass is given, puts a prefix in the place of the cache."""
+    """Whether the model generates through PEFT, which puts a prefix in the place of the cache."""
     return getattr(config_in_charge(model), "peft_type", None) == "PREFIX_TUNING"
 
 
 def adds_virtual_tokens(model) -> bool:
-    """Whether PEFT puts tokens of its own before a prompt."""
+    """Whether the model generates through PEFT, which puts virtual tokens before a prompt."""
     return getattr(config_in_charge(model), "is_prompt_learning", False)
 
 
 def config_in_charge(model):
-    """Of PEFT, where a model is generated with through it."""
+    """Return PEFT's config if the model generates through PEFT, else None."""
     peft = getattr(vars(model).get("prepare_inputs_for_generation"), "__self__", None)
     return getattr(peft, "active_peft_config", None)
 
 
 def warn_of_another_policy(fields: dict):
-    """fields: of a generation config, which hold in a call of generate in training mode."""
+    """Warn of fields of the generation config that change what generate samples in training mode."""
     if fields:
         shown = ", ".join(f"{name}={value!r}" for name, value in fields.items())
         logger.warning_once(
@@ -101,7 +102,7 @@ def warn_of_another_policy(fields: dict):
 
 
 def warn_of_another_loss(config):
-    """A training pass without labels: whoever makes a loss of what it returns sees the last loop alone."""
+    """Warn of a training pass without labels: a loss made from its outputs depends only on the last loop."""
     if torch.compiler.is_compiling():
         return
     own = [f"loop_loss={config.loop_loss!r}"] * (config.loop_loss != "terminal")

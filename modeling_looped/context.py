@@ -1,4 +1,4 @@
-"""Masks, positions and cache, which every block of a pass receives beside the residual stream."""
+"""Masks, positions and cache: the inputs of every block of a pass beside the residual stream."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -12,7 +12,7 @@ from .tensors import first_rows
 
 
 def rotary_by_kind(trunk, stacked: torch.Tensor | None) -> dict[str, tuple[torch.Tensor, ...]]:
-    """The tables of `trunk.rotary`, of [rows, length, tables, head_dim]."""
+    """Split stacked tables, [rows, length, tables, 1, head_dim], into those of `trunk.rotary`, by kind."""
     if stacked is None:
         return {}
     tables = stacked.unbind(2)
@@ -21,19 +21,19 @@ def rotary_by_kind(trunk, stacked: torch.Tensor | None) -> dict[str, tuple[torch
 
 @dataclass
 class PassContext:
-    """What is the same for all blocks of one pass; `run` runs a block with it."""
+    """The inputs that are the same for all blocks of one pass; `run` runs a block with them."""
 
     num_rows: int
     masks: dict  # per kind of attention
-    position_ids: torch.Tensor | None  # read by nothing but some attention kernels
-    position_embeddings: dict[str, tuple[torch.Tensor, ...]]  # the two of `rotary_tables`, by kind
+    position_ids: torch.Tensor | None  # read only by some attention kernels
+    position_embeddings: dict[str, tuple[torch.Tensor, ...]]  # the pair from `rotary_tables`, by kind
     value_embeddings: dict[int, torch.Tensor]  # by layer
     cache: Any  # a cache, or a view with the same `update`
-    site: Callable[[int], Any]  # where a slot attends
-    slots_per_loop: int = 0  # cache slots of one loop; 0 if a view knows at which loop each row is
-    # by first slot of layers whose loops share them: keys and values of the last loop, of at least these rows
+    site: Callable[[int], Any]  # returns the attention site of a slot
+    slots_per_loop: int = 0  # cache slots of one loop; 0 if a view knows each row's loop
+    # if loops share keys and values: those that the last loop used, of at least these rows, by a layer's first slot
     kept: dict[int, tuple[torch.Tensor, ...]] = field(default_factory=dict)
-    options: dict = field(default_factory=dict)  # of transformers, its attention kernels and blocks of others
+    options: dict = field(default_factory=dict)  # for transformers, attention kernels and user-made blocks
     has_regions: bool = False  # blocks are compiled once for all loops
 
     def run(
@@ -48,13 +48,13 @@ class PassContext:
         loop_set=None,
         makes_keys: bool | torch.Tensor = True,
     ):
-        """One block on the stream, [rows, length, hidden]. first_slot: of the cache, that of its place in the first
-        loop; slots_before: those of earlier loops; time, loop_set, makes_keys: as the block takes them."""
+        """Run one block on the stream, [rows, length, hidden]. first_slot: the block's cache slot in the first loop;
+        slots_before: the number of slots of earlier loops; time, loop_set, makes_keys: as in `LoopedBlock`."""
         keeps_keys = first_slot in self.kept
         kept = self.kept[first_slot] if keeps_keys and makes_keys is not True else (None, None)
-        query_states = None if query_states is x else query_states  # to a region no tensor is given twice
+        query_states = None if query_states is x else query_states  # a region must not get a tensor twice
         if getattr(block, "gradient_checkpointing", False) and not x.requires_grad and torch.is_grad_enabled():
-            x = x.detach().requires_grad_()  # reentrant checkpoints have no gradient where their input has none
+            x = x.detach().requires_grad_()  # reentrant checkpoints give no gradients if x requires none
         args = (
             x,
             residual_factor,
@@ -88,7 +88,7 @@ class PassContext:
         return self.of_rows(slice(count), count)
 
     def of_rows(self, rows: slice | torch.Tensor, count: int) -> "PassContext":
-        """The context of `count` rows: the first ones (a slice) or those at these places."""
+        """Return the context of `count` rows: the first ones (a slice) or those with these indices."""
         if count == self.num_rows:
             return self
 
@@ -108,7 +108,7 @@ class PassContext:
             },
             value_embeddings={layer: select(values) for layer, values in self.value_embeddings.items()},
             options={name: select(value) if has_rows(value) else value for name, value in self.options.items()},
-            # the first rows keep theirs for all contexts of this pass
+            # contexts of the first rows share one dict, so that all contexts of the pass see what a block writes to it
             kept=self.kept
             if isinstance(rows, slice)
             else {i: tuple(x[rows] for x in k) for i, k in self.kept.items()},
@@ -116,7 +116,7 @@ class PassContext:
 
 
 def context_of_tokens(trunk, ids, rotary, view, masks: dict | None = None) -> PassContext:
-    """Of tokens that stand at places and loops of their own, which `view` knows. rotary: of `rotary_by_kind`."""
+    """Return the context of tokens at different positions and loops, which `view` knows. rotary: stacked tables."""
     return PassContext(
         num_rows=len(ids),
         masks=dict.fromkeys(trunk.layer_types) if masks is None else masks,

@@ -1,4 +1,4 @@
-"""Weighted cross-entropies of many readouts, without ever holding the logits of more than a chunk of tokens."""
+"""Weighted cross-entropies of many readouts, with the logits of only one chunk of tokens in memory at a time."""
 
 from collections.abc import Callable
 from functools import partial
@@ -12,37 +12,38 @@ from .tensors import at_least_fp32, may_be_transformed, wide_dtype
 
 
 IGNORE_INDEX = -100
-LOGITS_PER_CHUNK = {"cpu": 2**25, "cuda": 2**27}  # a GPU adds up the head's gradients as long as it multiplies
+LOGITS_PER_CHUNK = {"cpu": 2**25, "cuda": 2**27}  # a GPU needs as long to add up the head's gradients as to multiply
 MIN_CHUNK = 256  # tokens
-LOGITS_PER_BLOCK_ON_CPU = 2**20  # this number in fp32 stays in the processor's cache from one operation to the next
+LOGITS_PER_BLOCK_ON_CPU = 2**20  # this many in fp32 stay in the processor's cache between two operations
 
 
 class Head(NamedTuple):
-    """How readouts become logits, or losses."""
+    """The functions that turn readouts into logits, or into losses."""
 
     decode: Callable  # (hidden [tokens, d], k) -> logits [tokens, vocabulary]
-    parameters: list[torch.Tensor] | None  # what `decode` reads; None leaves them to autograd
+    parameters: list[torch.Tensor] | None  # read by `decode`; None leaves the gradients to autograd
     kernel: Callable | None = None  # (hidden [tokens, d], k, labels [tokens]) -> CE [tokens], see loss_kernels.py
     cross_entropy: Callable | None = None  # in place of `cross_entropy_of`, with the same arguments
 
 
 def shift(labels: torch.Tensor) -> torch.Tensor:
-    """Label of position i is the token at i + 1; the last position has none."""
+    """Shift labels: that of position i becomes the token at i + 1; the last position has none."""
     return F.pad(labels[..., 1:], (0, 1), value=IGNORE_INDEX)
 
 
 def unshift(labels: torch.Tensor) -> torch.Tensor:
-    """The inverse of `shift`, but for the first label, which nothing predicts."""
+    """Invert `shift`, except that the first label, which nothing predicts, is IGNORE_INDEX."""
     return F.pad(labels[..., :-1], (1, 0), value=IGNORE_INDEX)
 
 
 def cross_entropy_of(logits, labels, weights, gradient: torch.Tensor | None) -> torch.Tensor:
-    """CE of every row of logits; and into `gradient`, if given, that of the weighted sum: w (softmax - one_hot)."""
+    """Return the CE of every token, and write the gradient of the weighted sum, w (softmax - one_hot), to `gradient`
+    if it is not None."""
     rows = max(1, LOGITS_PER_BLOCK_ON_CPU // logits.shape[-1]) if logits.device.type == "cpu" else max(1, len(logits))
     losses = torch.empty_like(weights)
     for start in range(0, len(logits), rows):
         block = slice(start, start + rows)
-        # a GPU widens the logits as it reads them
+        # a GPU converts the logits to `dtype` as it reads them
         log_p = F.log_softmax(logits[block], dim=-1, dtype=wide_dtype(logits))
         target = labels[block].unsqueeze(-1)
         of_target = log_p.gather(-1, target)
@@ -55,7 +56,7 @@ def cross_entropy_of(logits, labels, weights, gradient: torch.Tensor | None) -> 
 
 
 def fusible_cross_entropy_of(logits, labels, weights, gradient: torch.Tensor | None) -> torch.Tensor:
-    """The same, in steps that a compiler makes one of: it reads the logits twice and writes the gradient once."""
+    """The same in operations that a compiler fuses: its kernel reads the logits twice and writes the gradient once."""
     log_p = F.log_softmax(logits.to(wide_dtype(logits)), dim=-1)
     target = labels.unsqueeze(-1)
     if gradient is not None:
@@ -66,10 +67,10 @@ def fusible_cross_entropy_of(logits, labels, weights, gradient: torch.Tensor | N
 
 
 class _WeightedCrossEntropy(torch.autograd.Function):
-    """sum w_ki CE_ki, and the CE_ki.
+    """Compute sum w_ki CE_ki, and the CE_ki.
 
-    Each chunk's gradients are taken as soon as its logits exist, then these are freed: one matrix product less than
-    recomputing them in the backward pass, and no [tokens, vocabulary] tensor in between.
+    The gradients of each chunk are computed as soon as its logits exist, and then the logits are freed. This saves the
+    matrix product of recomputing them in the backward pass, and there is never a [tokens, vocabulary] tensor.
     """
 
     @staticmethod
@@ -77,7 +78,7 @@ class _WeightedCrossEntropy(torch.autograd.Function):
         states, parameters = tensors[:num_states], tensors[num_states:]
         needed = ctx.needs_input_grad[-len(tensors) :]
         trained = [p for p, need in zip(parameters, needed[num_states:]) if need]
-        sums: list[torch.Tensor | None] = [None] * len(trained)  # of the gradients of `trained`, over chunks
+        sums: list[torch.Tensor | None] = [None] * len(trained)  # sums over chunks of the gradients of `trained`
         losses = torch.zeros_like(weights)
         state_gradients, buffer = [], None
         for k, state in enumerate(states):
@@ -86,7 +87,7 @@ class _WeightedCrossEntropy(torch.autograd.Function):
             for chunk in tokens.split(chunk_size):
                 with torch.set_grad_enabled(gradient is not None or bool(trained)):
                     hidden = state.flatten(0, 1)[positions[chunk]].detach().requires_grad_(gradient is not None)
-                    logits = decode(hidden.view_as(hidden), k)  # hooks of those who count operations take no leaf
+                    logits = decode(hidden.view_as(hidden), k)  # a view: FLOP counters' hooks take no leaf
                 wanted = ([hidden] if gradient is not None else []) + trained
                 to_logits = None
                 if wanted:
@@ -95,11 +96,11 @@ class _WeightedCrossEntropy(torch.autograd.Function):
                     to_logits = buffer[: len(logits)]
                 losses[k, chunk] = cross_entropy(logits.detach(), labels[chunk], weights[k, chunk], to_logits)
                 if not wanted:
-                    del logits  # before the next chunk's
+                    del logits  # before the next chunk makes its logits
                     continue
                 found = list(torch.autograd.grad(logits, wanted, to_logits, allow_unused=True))
                 del logits
-                # a head of int8 gives none
+                # an int8 head gives no gradient
                 if gradient is not None and (to_hidden := found.pop(0)) is not None:
                     gradient.flatten(0, 1).index_copy_(0, positions[chunk], to_hidden.to(gradient.dtype))
                 for i, part in enumerate(found):
@@ -115,7 +116,7 @@ class _WeightedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_total, _):
-        if torch.is_grad_enabled():  # create_graph, to which these gradients would be constants
+        if torch.is_grad_enabled():  # create_graph, which would take these gradients for constants
             raise NotImplementedError(
                 "the loss over loops has no second derivatives: compute it from output_loop_logits=True with "
                 "torch.nn.functional.cross_entropy, under attn_implementation='eager'"
@@ -126,7 +127,7 @@ class _WeightedCrossEntropy(torch.autograd.Function):
 
 
 def is_traced() -> bool:
-    """Whether this is compiled, or transformed by torch.func."""
+    """Whether this code is being compiled, or transformed by torch.func."""
     return torch.compiler.is_compiling() or may_be_transformed()
 
 
@@ -143,7 +144,7 @@ def weighted_cross_entropy(
     compared: list[torch.Tensor] | None,  # per loop the tokens that ran it; None if all did
     vocab_size: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """sum w_ki CE_ki with gradients, and the CE_ki [loops, tokens] without."""
+    """Return sum w_ki CE_ki with gradients, and the CE_ki [loops, tokens] without."""
     decode, parameters, kernel, cross_entropy = head
     if kernel is not None:
         losses = []
@@ -160,14 +161,14 @@ def weighted_cross_entropy(
             logits = logits.to(labels.device)  # the head may lie on another device
             return F.cross_entropy(logits, labels, reduction="none", ignore_index=IGNORE_INDEX)
 
-        if not is_traced():  # a compiler plans by itself what to keep, and torch.func knows no checkpoints
+        if not is_traced():  # a compiler decides itself what to keep; torch.func has no checkpoints
             traceable = partial(checkpoint, traceable, use_reentrant=False)
         losses = torch.stack([traceable(state, k) for k, state in enumerate(states)])
         return (losses * weights).sum(), losses.detach()
     if not torch.is_grad_enabled():  # torch.autograd.Function does not see no_grad
         states, parameters = detached(states), detached(parameters)
-    # with half of the tokens the chunks stay small beside the logits that a model returns; with fewer than
-    # MIN_CHUNK, adding up the head's gradients would cost more than the products
+    # at most half of the tokens, to stay small compared with the logits that a model returns; but not fewer than
+    # MIN_CHUNK, since adding up the head's gradients would then cost more than the matrix products
     most = LOGITS_PER_CHUNK.get(labels.device.type, LOGITS_PER_CHUNK["cpu"]) // vocab_size
     chunk_size = max(1, min(most, max(MIN_CHUNK, -(-len(labels) // 2))))
     return _WeightedCrossEntropy.apply(

@@ -18,7 +18,7 @@ GenericForQuestionAnswering, GenericForSequenceClassification, GenericForTokenCl
 
 
 class _LoopedClassifier:
-    """The heads of transformers on our trunk; the trunk is built here because AutoModel does not know remote code."""
+    """Base class: a head of transformers on a looped trunk, built here as AutoModel does not know remote code."""
 
     def _build(self: Any, config: LoopedConfig, **heads: nn.Module):
         LoopedPreTrainedModel.__init__(self, config)
@@ -30,7 +30,7 @@ class _LoopedClassifier:
 
 
 def without_states_of_loops(head: type):
-    """The forward pass of a head, whose outputs have no room for what the trunk returns of every loop."""
+    """Return the `forward` of a head that refuses states of every loop, for which the head's outputs have no field."""
 
     @functools.wraps(head.forward)
     def forward(self, *args, **kwargs):

@@ -1,9 +1,9 @@
 """Initial weights: a scheme says how the weights of each role are drawn.
 
-Roles are given where a layer is made: "input" (q, k, v and the first MLP matrices), "output" (what joins the residual
-stream), "embedding", "head", "readout" (Parcae's C), "adapter" (concat injection), "identity" (B of the diagonal
-injection), "value_table", "value_gate", "position", "gate" (exit gate), "time" (of its embedding), "zero" (what a new
-model goes without).
+A layer gets its role where it is made: "input" (q, k, v and the first MLP matrices), "output" (last matrix of a
+branch), "embedding", "head", "readout" (Parcae's C), "adapter" (concat injection), "identity" (B of the diagonal
+injection), "value_table", "value_gate", "position", "gate" (exit gate), "time" (layers of the time embedding), "zero"
+(layers without effect in a new model).
 """
 
 import math
@@ -14,16 +14,16 @@ from torch import nn
 from transformers import initialization as init
 
 
-ALIKE = ("position", "gate", "time")  # roles whose weights are drawn alike by all schemes
+ALIKE = ("position", "gate", "time")  # roles whose weights all schemes but "torch" draw alike
 
 
 def truncated_normal(weight, std: float):
-    """Normal, cut at three standard deviations."""
+    """Draw normal noise, cut at three standard deviations."""
     init.trunc_normal_(weight, mean=0.0, std=std, a=-3 * std, b=3 * std)
 
 
 def orthogonal(weight, std: float):
-    """Orthogonal rows or columns, scaled so that entries have standard deviation `std`."""
+    """Draw orthogonal rows or columns, scaled so that entries have standard deviation `std`."""
     init.orthogonal_(weight, gain=std * math.sqrt(max(weight.shape)))
 
 
@@ -74,7 +74,7 @@ def zero_output(weight, role, config, width):
 
 
 def torch_default(weight, role, config, width):
-    """What nn.Embedding and nn.Linear draw by themselves: N(0, 1), and uniform within 1 / sqrt(fan_in)."""
+    """The defaults of nn.Embedding and nn.Linear: N(0, 1), and uniform within 1 / sqrt(fan_in)."""
     if role in ("embedding", "position", "value_table"):
         init.normal_(weight)
     else:
@@ -91,7 +91,7 @@ INIT_SCHEMES = {
 
 
 def init_module(module: nn.Module, config) -> bool:
-    """Initialise a module of this package; False if it is for transformers to do (LayerNorm, rotary tables)."""
+    """Initialise a module of this package; return False if transformers must do it (LayerNorm, rotary tables)."""
     init_parameters: Any = getattr(module, "init_parameters", None)
     if init_parameters is not None:
         init_parameters()
@@ -106,13 +106,13 @@ def init_by_role(module: nn.Linear | nn.Embedding, config):
     role, scheme = getattr(module, "init_role", None), config.init_scheme
     width = getattr(module, "init_width", None) or config.hidden_size
     if role == "identity" and module.weight.shape[0] == module.weight.shape[1]:
-        # on the weight's own device, which torch's eye_ leaves where another is the default
+        # not by torch's eye_, which leaves the weight's device if another one is the default
         init.copy_(module.weight, torch.eye(len(module.weight), device=module.weight.device))
-    elif role == "identity":  # into a state of another width: what comes nearest (Parcae)
+    elif role == "identity":  # the state has another width: closest to an identity (Parcae)
         init.orthogonal_(module.weight)
     elif role == "zero":
         init.zeros_(module.weight)
-    elif role is None or (role in ALIKE and scheme != "torch"):  # of all schemes but torch's own
+    elif role is None or (role in ALIKE and scheme != "torch"):
         normal(module.weight, role, config, width)
     else:
         INIT_SCHEMES[scheme](module.weight, role, config, width)

@@ -1,9 +1,9 @@
 """How the state of the last loop meets the embedded input at the start of a loop.
 
-Every injection answers two questions. `forward`: what is the stream that enters the first core layer? `before_layer`:
-what does core layer l see, and where do its queries come from? `first` says whether this is loop 0: a bool, or a bool
-tensor [rows, 1, 1] where rows are at different loops; `looks_at_first` says where that matters. `normed` is where
-`injection_norm` acts: on the stream in which state and input have met.
+`forward` returns the stream that enters the first core layer. `before_layer` returns the input of core layer l and the
+state that its queries come from (None: the same input). `first` says whether this is loop 0: a bool, or a bool tensor
+[rows, 1, 1] if rows are at different loops; `looks_at_first` says whether the result depends on it. `normed` applies
+`injection_norm` to the stream that combines state and input.
 """
 
 import math
@@ -19,7 +19,7 @@ from .tensors import wide_dtype
 
 
 def where_first(first, if_first, otherwise):
-    """`if_first` in rows at loop 0, `otherwise` in the others."""
+    """Return `if_first` in rows at loop 0, `otherwise` in all other rows."""
     if isinstance(first, bool):
         return if_first if first else otherwise
     return torch.where(first, if_first, otherwise)
@@ -28,7 +28,7 @@ def where_first(first, if_first, otherwise):
 class LoopChangeGate(nn.Module):
     """H_{t+1} = h_t + g (core(h_t) - h_t) from the second loop on, with one learned factor per channel.
 
-    g starts at 0: every further loop then leaves the state as it is, so a model that is trained to be run once starts
+    g starts at 0, so that loops after the first do not change the state: a model that was trained with one loop starts
     as the same function at every depth. g = 1 is the loop without a gate.
     """
 
@@ -84,7 +84,7 @@ class ConcatInjection(Injection):
 
 
 class DiagonalInjection(Injection):
-    """x = exp(-dt exp(a)) h + dt B e, dt = softplus(b): a decay that stays below 1 whatever is learned (Parcae)."""
+    """x = exp(-dt exp(a)) h + dt B e, dt = softplus(b): a decay below 1 for all parameter values (Parcae)."""
 
     def __init__(self, config):
         super().__init__(config)
@@ -108,7 +108,7 @@ class DiagonalInjection(Injection):
 
 
 class ResidualAllInjection(Injection):
-    """The stream restarts at e; h is added before every layer, from the second loop on (FLT_res, which then norms)."""
+    """The stream restarts at e; h is added before every layer, from loop 1 on (FLT_res, which then norms the sum)."""
 
     looks_at_first = True
 

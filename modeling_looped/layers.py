@@ -1,7 +1,7 @@
 """The parts of a block: attention and MLP around the residual stream.
 
-Of loops they know the slot that attention writes, and the set of parameters to take where a layer has one for each
-loop (loop_parameters.py): `loop_set`, None where it has none.
+These modules do not count loops. They get the cache slot that attention fills and, if a layer has a set of parameters
+for each loop (loop_parameters.py), the set to use: `loop_set`, else None.
 """
 
 from collections.abc import Callable
@@ -37,9 +37,9 @@ class LoopedRotaryEmbedding(RotaryEmbedding):
 
 
 def rotary_embeddings(config) -> nn.Module:
-    """What makes cos and sin: one module for all layers, or one for each layer type that has parameters of its own.
+    """Return the module that makes cos and sin for all layers, or one for each layer type with separate parameters.
 
-    Its config is ours, which has the fields of Llama's that are read there.
+    It takes this family's config, which has the fields of Llama's config that it reads.
     """
     if kinds := config.rope_kinds():
         return nn.ModuleDict({kind: LoopedRotaryEmbedding(config.with_rope_of(kind)) for kind in kinds})
@@ -47,34 +47,34 @@ def rotary_embeddings(config) -> nn.Module:
 
 
 def rotary_tables(cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tables of `rotate`, [rows, length, 1, head_dim], made once per pass."""
+    """Return the tables for `rotate`, [rows, length, 1, head_dim], made once per pass."""
     first, second = sin.chunk(2, dim=-1)
     return cos.unsqueeze(2), torch.cat([-first, second], dim=-1).unsqueeze(2)
 
 
 def rotate(heads: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> torch.Tensor:
-    """Rotary positions on [rows, length, heads, head_dim]: the halves of a head are rotated against each other.
+    """Apply rotary positions to [rows, length, heads, head_dim]: the halves of a head are rotated against each other.
 
-    Equal to transformers' own to the last bit; the sign is in the table, so that nothing is negated here.
+    Bit-identical to transformers' function; the table of sines contains the sign, so that nothing is negated here.
     """
     return heads * cos + heads.roll(heads.shape[-1] // 2, dims=-1) * signed_sin
 
 
 def linear(in_features: int, out_features: int, role: str, bias: bool = False, width: int | None = None) -> nn.Linear:
-    """A linear layer that tells the init schemes what it is for, see initialization.py. width: of the stream that it
-    belongs to, where that is not hidden_size."""
+    """Return a linear layer marked with its role for the init schemes, see initialization.py. width: the width of its
+    stream, if that is not hidden_size."""
     return with_role(nn.Linear(in_features, out_features, bias=bias), role, width)
 
 
 def with_role(module: LinearOrTable, role: str, width: int | None = None) -> LinearOrTable:
-    """The same module, marked with what it is for, which the init schemes ask."""
+    """Mark a module with its role, which the init schemes read, and return it."""
     vars(module).update(init_role=role, init_width=width)
     return module
 
 
 def attend_on_cpu(queries, keys, values, mask, scaling: float) -> torch.Tensor | None:
-    """Attention of [rows, heads, length, head_dim], causal if there is no mask; None where torch is as fast, and where
-    another function was registered as sdpa."""
+    """Attend with [rows, heads, length, head_dim], causally if there is no mask. Return None if torch is as fast, or
+    if another function was registered as sdpa."""
     if torch.compiler.is_compiling() or not sdpa_is_as_written():
         return None
     if is_slow_single_query(queries):
@@ -83,8 +83,8 @@ def attend_on_cpu(queries, keys, values, mask, scaling: float) -> torch.Tensor |
 
 
 def heads_of_rank(heads: torch.Tensor, num_heads: int, layer: nn.Module) -> torch.Tensor:
-    """Of [rows, length, heads, head_dim] those that this process has, where tensor parallelism splits the outputs of
-    `layer`: transformers by DTensors, serving engines by layers of their own."""
+    """Select this process's heads from [rows, length, heads, head_dim] if tensor parallelism splits the outputs of
+    `layer`: transformers does so with DTensors, serving engines with their own layer classes."""
     if heads.shape[-2] == num_heads:
         return heads
     mesh: Any = getattr(layer.weight, "device_mesh", None)
@@ -93,10 +93,10 @@ def heads_of_rank(heads: torch.Tensor, num_heads: int, layer: nn.Module) -> torc
 
 
 class AttentionSite(nn.Module):
-    """Where the keys and values of one cache slot are attended to: no parameters, but a `layer_idx` of its own.
+    """Attention to the keys and values of one cache slot: no parameters, but the slot as `layer_idx`.
 
-    Attention kernels with a cache of their own (continuous batching, serving engines) address it by
-    `module.layer_idx`, and engines look for one such module per slot. A looped layer fills a slot per loop.
+    Attention kernels with their own cache (continuous batching, serving engines) address it by `module.layer_idx`,
+    and engines look for one such module per slot. A looped layer fills one slot per loop.
     """
 
     def __init__(self, config, layer_type: str, slot: int):
@@ -105,13 +105,13 @@ class AttentionSite(nn.Module):
         self.head_dim = config.head_dim
         self.scaling = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
         self.softcap = config.attention_softcap
-        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads  # in the core too
-        self.attention_dropout = nn.Dropout(config.attention_dropout)  # where trainers find it that turn dropout off
+        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads  # the same in the core
+        self.attention_dropout = nn.Dropout(config.attention_dropout)  # a module, for trainers that turn dropout off
         self.is_causal = True
         self.sliding_window = config.sliding_window if layer_type == "sliding_attention" else None
 
     def forward(self, queries, keys, values, attention_mask, **kwargs):
-        """[rows, heads, length, head_dim] each, to [rows, length, heads, head_dim] and, where there are, weights."""
+        """Attend, from [rows, heads, length, head_dim] each to [rows, length, heads, head_dim] and weights or None."""
         implementation = self.config._attn_implementation
         if self.softcap is not None:
             check_softcap(self.softcap, implementation)
@@ -131,25 +131,25 @@ class AttentionSite(nn.Module):
 
 
 class DeeperSite:
-    """The site of a loop beyond those that the model was built for: everything is another's but `layer_idx`."""
+    """The site of a loop beyond those that the model was built for: an existing site with another `layer_idx`."""
 
     def __init__(self, site: AttentionSite, slot: int):
         self.site, self.layer_idx = site, slot
 
     def __getattr__(self, name):
-        if name == "site":  # asked for before __init__, by those that copy or compile
+        if name == "site":  # read before __init__ when the object is copied or compiled
             raise AttributeError(name)
         return getattr(self.site, name)
 
-    def to(self, *args, **kwargs) -> "DeeperSite":  # hooks of accelerate move every argument that can be moved
+    def to(self, *args, **kwargs) -> "DeeperSite":  # accelerate's hooks move every argument that has this method
         return self
 
     def __call__(self, *args, **kwargs):
-        return AttentionSite.forward(self, *args, **kwargs)  # pyrefly: ignore[bad-argument-type]  in its place
+        return AttentionSite.forward(self, *args, **kwargs)  # pyrefly: ignore[bad-argument-type]  as the module
 
 
 class LoopedLayer(nn.Module):
-    """What attention and MLP have in common: linear layers, to each of which a loop may add a delta of its own."""
+    """Base class of attention and MLP: linear layers, to each of which every loop may add its own low-rank delta."""
 
     def __init__(self):
         super().__init__()
@@ -160,7 +160,7 @@ class LoopedLayer(nn.Module):
             self.loop_deltas = LoopDeltas(self, sizes.delta_rank, sizes.num_sets)
 
     def project(self, name: str, x: torch.Tensor, loop_set: int | torch.Tensor | None) -> torch.Tensor:
-        """The layer of this name, as it is at this loop, on [rows, length, in]."""
+        """Apply the layer of this name, with this loop's delta, to [rows, length, in]."""
         y = project(getattr(self, name), x)
         return y if self.loop_deltas is None else y + self.loop_deltas.of(name)(x, loop_set)
 
@@ -209,7 +209,7 @@ class LoopedAttention(LoopedLayer):
         return projected.view(*projected.shape[:-1], -1, self.head_dim)
 
     def rotated_heads(self, part: str, x: torch.Tensor, position_embeddings, loop_set) -> torch.Tensor:
-        """Queries ("q") or keys ("k") that attention compares: normed and rotated, [rows, heads, length, head_dim]."""
+        """Return queries ("q") or keys ("k") ready for attention: normed, rotated, [rows, heads, length, head_dim]."""
         projected = self.project(f"{part}_proj", x, loop_set)
         norm: Any = getattr(self, f"{part}_norm", None)
         heads = self.heads(norm(projected, loop_set) if self.qk_norm == "all_heads" else projected)
@@ -224,7 +224,7 @@ class LoopedAttention(LoopedLayer):
     def keys_and_values(
         self, hidden_states, position_embeddings, value_embedding, loop_set
     ) -> tuple[torch.Tensor, ...]:
-        """[rows, heads, length, head_dim] each."""
+        """Return keys and values, [rows, heads, length, head_dim] each."""
         source = hidden_states
         if self.kv_down_proj is not None:
             source = self.kv_latent_norm(self.project("kv_down_proj", hidden_states, loop_set))
@@ -245,16 +245,16 @@ class LoopedAttention(LoopedLayer):
         attention_mask: torch.Tensor | None = None,
         cache=None,
         value_embedding: torch.Tensor | None = None,  # [rows, length, key/value heads * head_dim]
-        row_attention: Callable | None = None,  # of rows at loops and positions of their own, in place of the cache
+        row_attention: Callable | None = None,  # for rows at different loops and positions, in place of the cache
         loop_set: int | torch.Tensor | None = None,
-        kept_keys: torch.Tensor | None = None,  # of an earlier loop, which this one reads where it makes none
+        kept_keys: torch.Tensor | None = None,  # of an earlier loop, read if this loop makes none
         kept_values: torch.Tensor | None = None,
-        makes_keys: bool | torch.Tensor = True,  # a tensor [rows, 1, 1, 1] where rows are at loops of their own
+        makes_keys: bool | torch.Tensor = True,  # a tensor [rows, 1, 1, 1] if rows are at different loops
         **kwargs,
     ) -> tuple[torch.Tensor | None, ...]:
-        """The branch, weights where there are some, and the keys and values that later loops may read."""
+        """Return the branch, attention weights or None, and the keys and values that later loops may read."""
         queries = self.rotated_heads("q", query_states, position_embeddings, loop_set)
-        keys: Any = None  # of a loop that makes none
+        keys: Any = None  # stay None in a loop that makes none
         values: Any = None
         if makes_keys is not False:
             keys, values = self.keys_and_values(hidden_states, position_embeddings, value_embedding, loop_set)
@@ -267,31 +267,31 @@ class LoopedAttention(LoopedLayer):
             is_paged = isinstance(cache, PagedAttentionCache)
             if kept_keys is not None and kept_values is not None:
                 keys, values = either(makes_keys, keys, kept_keys), either(makes_keys, values, kept_values)
-            elif cache is not None and not is_paged:  # one that knows which rows make keys
+            elif cache is not None and not is_paged:  # a view of it knows which rows make keys
                 keys, values = cache.update(keys, values, slot)
             for_later_loops = keys, values
             if is_paged and KERNELS_FILL_PAGES:
                 kwargs["cache"] = cache
-            elif is_paged:  # also of kept ones, for what it tells the kernel
+            elif is_paged:  # with kept keys too, since it also fills kwargs for the kernel
                 keys, values = cache.update(keys, values, slot, kwargs=kwargs)
             output, weights = self.attend(site, queries, keys, values, attention_mask, kwargs)
         output = self.project("o_proj", output.reshape(*hidden_states.shape[:-1], -1), loop_set)
         return output, weights, *for_later_loops
 
     def attend(self, site, queries, keys, values, mask, kwargs: dict) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """[rows, length, heads, head_dim], and weights where there are some."""
+        """Return [rows, length, heads, head_dim], and attention weights or None."""
         is_plain = self.config._attn_implementation == "sdpa" and not kwargs.keys() & {"cache", "is_causal"}
         if is_plain and not has_hooks(site) and not (self.training and site.attention_dropout.p):
             output = attend_on_cpu(queries, keys, values, mask, site.scaling)
             if output is not None:
                 return output.transpose(1, 2), None
-        if queries.dtype != values.dtype:  # flash attention would look for a layer with weights in the site
+        if queries.dtype != values.dtype:  # else flash attention reads the dtype of a linear layer in the site
             queries, keys = queries.to(values.dtype), keys.to(values.dtype)
         return site(queries, keys, values, mask, **kwargs)
 
 
 def either(makes: bool | torch.Tensor, new: torch.Tensor | None, kept: torch.Tensor) -> torch.Tensor:
-    """The new states of rows that make some, else the kept ones, of which the last rows may be missing."""
+    """Return the new states of rows that make some, else the kept ones. The last rows may have no kept states yet."""
     if isinstance(makes, bool) or new is None:
         return kept
     return torch.where(makes, new, torch.cat([kept, new[len(kept) :]]))
@@ -324,15 +324,15 @@ class LoopedMLP(LoopedLayer):
 
 
 class Modulation(nn.Module):
-    """Factors on the branches of a block: on what they read, 1 + s, and on what they add, 1 + g, made of an embedding
-    of the time; both 1 in a new model. (LoopFormer, whose gates start at 0 instead: its g is 1 + g here.)"""
+    """Factors on the branches of a block, computed from a time embedding: 1 + s on a branch's input, 1 + g on its
+    output; both are 1 in a new model. (LoopFormer, whose gates start at 0 instead: its g is 1 + g here.)"""
 
     def __init__(self, width: int):
         super().__init__()
         self.proj = linear(width, 4 * width, "zero", bias=True)
 
     def forward(self, embedding: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Of attention and MLP the gates, then the scales: [rows, 1, width] each."""
+        """Return the gates of attention and MLP, then their scales: [rows, 1, width] each."""
         return (1 + project(self.proj, nn.functional.silu(embedding))).chunk(4, dim=-1)
 
 
@@ -347,7 +347,7 @@ class LoopedBlock(GradientCheckpointingLayer):
 
     def __init__(self, config, sizes, layer: int, layer_type: str, rope: str | None):
         super().__init__()
-        self.layer = layer  # counted once, whatever the depth
+        self.layer = layer  # index among the unique layers
         self.layer_type = layer_type
         self.rope = rope  # the kind of its rotary tables, or None
         self.arrangement = config.block_norm
@@ -370,12 +370,12 @@ class LoopedBlock(GradientCheckpointingLayer):
         residual_factor: float | torch.Tensor = 1.0,  # a tensor [rows, 1, 1] where rows run to different depths
         query_states: torch.Tensor | None = None,  # where queries come from, if not from the stream
         value_embedding: torch.Tensor | None = None,
-        time: torch.Tensor | None = None,  # embedding of where the loops are, [rows or 1, 1, hidden]
+        time: torch.Tensor | None = None,  # time embedding, [rows or 1, 1, hidden]
         loop_set: int | torch.Tensor | None = None,
         kept_keys: torch.Tensor | None = None,
         kept_values: torch.Tensor | None = None,
-        keeps_keys: bool = False,  # the pass does, for later loops
-        **kwargs,  # tensors that want gradients come before: reentrant checkpointing sees positional ones only
+        keeps_keys: bool = False,  # also return keys and values, for later loops
+        **kwargs,  # no tensors with gradients: reentrant checkpointing sees only positional ones
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         factors = [None] * 4 if self.modulation is None else self.modulation(time)
         attention_gate, mlp_gate, attention_scale, mlp_scale = factors
@@ -393,7 +393,7 @@ class LoopedBlock(GradientCheckpointingLayer):
         return (hidden_states, *attended) if keeps_keys else hidden_states
 
     def entering(self, norm: str, stream, loop_set, scale):
-        """What a branch reads."""
+        """Return the input of a branch: the stream, normed if the arrangement says so, and scaled."""
         return scaled(getattr(self, norm)(stream, loop_set) if self.norms_input else stream, scale)
 
     def join(self, stream, branch, scale, part, loop_set, gate):

@@ -1,7 +1,7 @@
-"""Tells the layers which loop it is: added to the stream, or as factors on the branches of the core.
+"""Embeddings of the loop number: added to the stream, or turned into factors on the branches of the core.
 
-Every embedding takes `loop`, the loop t counted from 0, and `depth`, the loops of the run; each an int for all rows,
-or one per row. It gives [rows, 1, state], with one row where all are alike.
+Every embedding takes `loop`, the loop t counted from 0, and `depth`, the number of loops of the run; each is an int
+for all rows, or a list of one per row. It returns [rows, 1, state], with one row if all rows agree.
 """
 
 import torch
@@ -14,18 +14,18 @@ from .loop_parameters import select_set
 from .tensors import on_device, wide_dtype
 
 
-NUM_FEATURES = 256  # of a point in time
+NUM_FEATURES = 256  # sinusoids per point in time
 LONGEST_PERIOD = 10000.0
 
 
 def per_row(values: int | float | list, like: torch.Tensor) -> torch.Tensor:
-    """[rows], in float32; one row if there is one value."""
+    """Return the values as a tensor [rows] in at least float32; one row if there is one value."""
     values = values if isinstance(values, list) else [values]
     return on_device(values, like.device, wide_dtype(like))
 
 
 def sinusoids(points: torch.Tensor, size: int) -> torch.Tensor:
-    """cos and sin of points [rows] at frequencies from 1 down to 1 / 10000: [rows, size]; an odd size ends in 0."""
+    """Return cos and sin of points [rows] at frequencies from 1 to 1 / 10000: [rows, size]; an odd size ends in 0."""
     half = size // 2
     powers = torch.arange(half, device=points.device, dtype=points.dtype) / max(half, 1)
     angles = points[:, None] * LONGEST_PERIOD**-powers
@@ -33,7 +33,7 @@ def sinusoids(points: torch.Tensor, size: int) -> torch.Tensor:
 
 
 class LearnedLoopEmbedding(nn.Module):
-    """A vector for each loop, zero in a new model; deeper loops take the last."""
+    """A learned vector for each loop, zero in a new model; deeper loops take the last vector."""
 
     is_by_loop = True
 
@@ -62,8 +62,8 @@ class SinusoidalLoopEmbedding(nn.Module):
 
 
 class TimeEmbedding(nn.Module):
-    """f(t / K) + g(1 / K), two small MLPs of sinusoids: where a run of K loops is, and how long its steps are
-    (LoopFormer). `last`: the role of their last layers, "zero" where what is made here is added to the stream."""
+    """f(t / K) + g(1 / K), two small MLPs on sinusoids: the time that a run of K loops has reached, and the time per
+    loop (LoopFormer). `last`: the role of the MLPs' last layers, "zero" if the embedding is added to the stream."""
 
     def __init__(self, config, last: str):
         super().__init__()
@@ -75,7 +75,7 @@ class TimeEmbedding(nn.Module):
         step = 1 / per_row(depth, like)
         time = per_row(loop, like) * step
         of_time = self.embed(self.time_in, self.time_out, time, like)
-        return of_time + self.embed(self.step_in, self.step_out, step, like)  # one row where the other has many
+        return of_time + self.embed(self.step_in, self.step_out, step, like)  # may broadcast one row
 
     def embed(self, enter: nn.Linear, leave: nn.Linear, points: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         features = sinusoids(points, NUM_FEATURES).to(like.dtype).unsqueeze(1)

@@ -1,8 +1,8 @@
-"""Parameters that each loop has for itself, beside the weights that all loops share.
+"""Parameters of single loops, beside the weights that all loops share.
 
-They are stacked, [sets, ...]: the t-th set is that of loop t, and all deeper loops take the last. So one parameter has
-a gradient at any depth, and rows at loops of their own read theirs by one lookup. `loop_set` is the one to take: an
-int where all rows take the same, else a tensor [rows].
+They are stacked, [sets, ...]: the t-th set belongs to loop t, and all deeper loops take the last set. So the stacked
+parameter has a gradient at any depth, and rows at different loops read their sets by one lookup. `loop_set` is the
+index of the set to take: an int if it is the same for all rows, else a tensor [rows].
 """
 
 import torch
@@ -17,9 +17,9 @@ DELTA = "_delta"
 
 
 class LoopDelta(nn.Module):
-    """B_t A_t x, what loop t adds to a linear layer's W x (relaxed recursion, Bae et al.); with a bias, b_t too.
+    """B_t A_t x, which loop t adds to a linear layer's W x (relaxed recursion, Bae et al.); with a bias, b_t too.
 
-    B starts at zero, A as nn.Linear does, so that a new model's loops are equal.
+    B starts at zero and A like the weight of nn.Linear, so that all loops of a new model are equal.
     """
 
     is_by_loop = True
@@ -47,7 +47,7 @@ class LoopDelta(nn.Module):
 
 
 class LoopDeltas(nn.ModuleDict):
-    """The deltas of the linear layers of `module`. PEFT finds layers by name, so these need names of their own."""
+    """The deltas of the linear layers of `module`, under other names than the layers, since PEFT searches by name."""
 
     def __init__(self, module: nn.Module, rank: int, num_sets: int):
         layers = {name: layer for name, layer in module.named_children() if isinstance(layer, nn.Linear)}
@@ -55,21 +55,21 @@ class LoopDeltas(nn.ModuleDict):
         super().__init__({name + DELTA: LoopDelta(layer, rank, num_sets) for name, layer in named.items()})
 
     def of(self, name: str) -> LoopDelta | None:
-        """That of the layer of this name, if it has one."""
+        """Return the delta of the layer of this name, if it has one."""
         return self._modules.get(name + DELTA)  # pyrefly: ignore[bad-return]
 
 
 def layer_of_delta(path: str) -> str:
-    """The path of the linear layer to which the delta at this path belongs."""
+    """Return the path of the linear layer to which the delta at this path belongs."""
     return path.replace("loop_deltas.", "").removesuffix(DELTA)
 
 
 def parameters_by_loop(module: nn.Module) -> list[nn.Parameter]:
-    """Those inside a module that are stacked over loops, [sets, ...]."""
+    """Return the parameters inside a module that are stacked over loops, [sets, ...]."""
     stacked = (part for part in module.modules() if getattr(part, "is_by_loop", False))
     return [parameter for part in stacked for parameter in part.parameters(recurse=False)]
 
 
 def select_set(loop: int | list[int], num_sets: int, device) -> int | torch.Tensor:
-    """The set of parameters that loop t takes; one per row, [rows], where rows are at loops of their own."""
+    """Return the index of the set that loop t takes; one per row, [rows], if rows are at different loops."""
     return one_or_rows(lambda t: min(t, num_sets - 1), loop, device)

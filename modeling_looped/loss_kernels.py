@@ -1,16 +1,16 @@
-"""Kernels of others for the cross-entropy of many tokens, which hold the logits of a part of them at most.
+"""Kernels of other libraries for the cross-entropy of many tokens, which hold only part of the logits at a time.
 
 A model takes one with `model.loss_kernel = LOSS_KERNELS[name]`: a function of hidden states [tokens, hidden], the
-head's weight, labels [tokens] and the softcap of the logits, to losses [tokens]. Without one, cross_entropy.py takes a
-chunk of tokens after the other. Each of these reads how many labels there are, for which the host waits
-for a GPU.
+head's weight, labels [tokens] and the softcap of the logits, to losses [tokens]. Without a kernel, cross_entropy.py
+computes one chunk of tokens after the other. Each of these kernels reads the number of labels, for which the host
+waits for a GPU.
 """
 
 import torch
 
 
 def cut_cross_entropy(hidden, weight, labels, softcap: float | None):
-    """With exact gradients: by default it leaves out those that bf16 would lose."""
+    """Cut cross-entropy with exact gradients: by default the library leaves out those that bf16 would lose."""
     from cut_cross_entropy import linear_cross_entropy  # pyrefly: ignore[missing-import]
 
     hidden, weight = as_multiplied(hidden, weight)
@@ -18,7 +18,7 @@ def cut_cross_entropy(hidden, weight, labels, softcap: float | None):
 
 
 def liger_kernel(hidden, weight, labels, softcap: float | None):
-    """The head's gradient is summed in fp32. Logits are computed once more for the gradients."""
+    """Liger's kernel, with the head's gradient summed in fp32. Logits are computed once more for the gradients."""
     from liger_kernel.transformers.functional import (  # pyrefly: ignore[missing-import]
         liger_fused_linear_cross_entropy,
     )
@@ -30,7 +30,7 @@ def liger_kernel(hidden, weight, labels, softcap: float | None):
 
 
 def as_multiplied(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """In the dtype in which autocast multiplies, if it does."""
+    """Convert tensors to the dtype in which autocast multiplies, if autocast is on."""
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):
         return list(tensors)

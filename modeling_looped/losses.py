@@ -31,22 +31,22 @@ GATE_SHARPNESS, GATE_THRESHOLD = 50.0, 0.005  # Ouro, stage II
 
 class Labels(NamedTuple):
     tokens: torch.Tensor  # [batch, length], already shifted
-    num_items_in_batch: torch.Tensor | int | None = None  # of all that is accumulated; None: as many as are here
-    positions: np.ndarray | None = None  # where there are any, see `LoopedForCausalLM`
+    num_items_in_batch: torch.Tensor | int | None = None  # of all accumulated batches; None: of this batch
+    positions: np.ndarray | None = None  # indices of labelled tokens, see `LoopedForCausalLM`
 
 
 class Targets(NamedTuple):
-    """The labelled tokens, counted through all rows; or all tokens, where shapes must not depend on data."""
+    """The labelled tokens of the flattened batch; or all tokens, if shapes must not depend on data."""
 
     positions: torch.Tensor  # [tokens] in batch * length
-    on_host: np.ndarray | None  # the same, where they are known there
+    on_host: np.ndarray | None  # the same on the host, if known there
     labels: torch.Tensor  # [tokens]
     labelled: torch.Tensor  # [tokens] 1, or 0 where there is no label
-    depth: torch.Tensor  # [tokens] of each one's row
+    depth: torch.Tensor  # [tokens] depth of each token's row
 
 
 def denominator(labels: torch.Tensor, num_items_in_batch: torch.Tensor | int | None) -> torch.Tensor | int:
-    """Labelled tokens: those at hand, or of all that the Trainer accumulates. At least 1: no labels, no loss."""
+    """Return the number of labelled tokens here, or in all batches that the Trainer accumulates; at least 1."""
     items = (labels != IGNORE_INDEX).sum() if num_items_in_batch is None else num_items_in_batch
     return items.to(labels.device).clamp(min=1) if torch.is_tensor(items) else max(items, 1)
 
@@ -54,8 +54,8 @@ def denominator(labels: torch.Tensor, num_items_in_batch: torch.Tensor | int | N
 def exit_log_probabilities(gates: torch.Tensor, last_loop: torch.Tensor | int) -> torch.Tensor:
     """log p_t = log lambda_t + sum_{j<t} log(1 - lambda_j), lambda = sigmoid(gate); the last loop takes the remainder.
 
-    gates: [loops, ...]; last_loop: index of each element's last loop. -inf beyond it. In logs, because in half
-    precision sigmoid rounds to 1, and a sum of probabilities may end below 1.
+    gates: [loops, ...]; last_loop: index of each element's last loop, after which log p is -inf. Logarithms, because
+    in half precision sigmoid rounds to 1, and the probabilities may sum to less than 1.
     """
     gates = at_least_fp32(gates)
     loops = torch.arange(len(gates), device=gates.device).view(-1, *[1] * (gates.ndim - 1))
@@ -68,21 +68,21 @@ def exit_log_probabilities(gates: torch.Tensor, last_loop: torch.Tensor | int) -
 def loop_loss(
     config,
     head: Head,
-    readouts: list[torch.Tensor],  # what the head reads, per loop
-    reads_once: bool,  # or, alone, that of the last loop or a mixture of all
+    readouts: list[torch.Tensor],  # the head's input after each loop
+    reads_once: bool,  # `readouts` is a single one, of the last loop or a mixture of all
     states: LoopStates | None,  # for losses that read them
     gates: torch.Tensor | None,  # gate logits [loops, batch, length]
     depths: int | list[int],  # of all rows, or per row
     labels: Labels,
-    objective: str | None = None,  # another than the configured
-    every_loop: bool = True,  # also compare the readouts that the loss does not read
+    objective: str | None = None,  # in place of config.loop_loss
+    every_loop: bool = True,  # also compute the CE of readouts that the loss does not read
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The configured loss; and without gradients, the cross-entropy of each of the given readouts: its mean, [loops],
-    nan where nothing was compared, and that of every token, [loops, batch, length], 0 where there is no label."""
+    """Return the loss and, without gradients, the cross-entropies of the readouts: their means, [loops], nan where no
+    token was compared, and the values per token, [loops, batch, length], 0 where there is no label."""
     objective = config.loop_loss if objective is None else objective
     shape, device = labels.tokens.shape, readouts[0].device
     targets = targets_of(labels, depths, device, wide_dtype(readouts[0]))
-    of_targets: Any = None if gates is None else gates.flatten(1)[:, targets.positions]  # in models with a gate
+    of_targets: Any = None if gates is None else gates.flatten(1)[:, targets.positions]
     log_p: Any = exit_log_probabilities(of_targets, targets.depth - 1) if objective == "exit_weighted" else None
     only_last_third = objective == "last_third" and not every_loop
 
@@ -129,19 +129,19 @@ def targets_of(labels: Labels, depths: int | list[int], device: torch.device, dt
 
 
 def active_loops(targets: Targets, num_loops: int, only_last_third: bool) -> torch.Tensor:
-    """[loops, tokens] 1 where a token is compared after a loop, else 0."""
+    """Return [loops, tokens]: 1 where a token is compared after a loop, else 0."""
     loops = loop_numbers(num_loops, targets)
     first = start_of_last_third(targets.depth) if only_last_third else 0
     return ((first <= loops) & (loops < targets.depth)) * targets.labelled
 
 
 def loop_numbers(count: int, targets: Targets) -> torch.Tensor:
-    """[loops, 1], counted from 0"""
+    """Return the numbers of the loops, counted from 0: [loops, 1]."""
     return torch.arange(count, device=targets.depth.device)[:, None]
 
 
 def weights_of_last(targets: Targets, active: torch.Tensor, log_p) -> torch.Tensor:
-    """w = 1 at a row's last loop. Other loops are compared only because their losses were asked for."""
+    """w = 1 at a row's last loop, else 0: other loops are compared only if their losses are requested."""
     return (loop_numbers(len(active), targets) == targets.depth - 1) * targets.labelled
 
 
@@ -162,7 +162,7 @@ def no_weights(targets: Targets, active: torch.Tensor, log_p) -> torch.Tensor:
     return torch.zeros_like(active)
 
 
-# w_ki, [loops, tokens], of the objectives that read several loops. log_p: the logarithms of p_ki, for those that exit
+# w_ki, [loops, tokens], by objective, for readouts of several loops. log_p: log p_ki, None unless "exit_weighted"
 WEIGHTS = {
     "terminal": weights_of_last,
     "per_loop": equal_weights,
@@ -173,21 +173,21 @@ WEIGHTS = {
 
 
 def exit_entropy(log_p: torch.Tensor, labelled: torch.Tensor) -> torch.Tensor:
-    """Summed over tokens; what has no probability adds nothing."""
+    """Return the entropy of the exit distribution, summed over tokens; loops of probability 0 add nothing."""
     finite = log_p.masked_fill(log_p == float("-inf"), 0.0)
     return -(log_p.exp() * labelled * finite).sum()
 
 
 def start_of_last_third(depth):
-    """Its first loop, counted from 0; of a number, an array or a tensor of depths."""
+    """Return the first loop of the last third, counted from 0, for a number, an array or a tensor of depths."""
     return 2 * depth // 3
 
 
 def compared_tokens(
     depths: int | list[int], shape: torch.Size, targets: Targets, last_third: bool
 ) -> list[np.ndarray]:
-    """Per loop, which of the labelled tokens are compared there: those whose row runs it, or has it in its last
-    third."""
+    """Return, per loop, the indices of the labelled tokens that are compared there: those whose row runs the loop, or
+    has it in its last third."""
     positions = targets.positions.cpu().numpy() if targets.on_host is None else targets.on_host
     depth = np.array(depth_per_row(depths, shape[0]))[positions // shape[1]]
     first = start_of_last_third(depth) if last_third else 0
@@ -195,10 +195,10 @@ def compared_tokens(
 
 
 def gate_loss(gates: torch.Tensor, losses: torch.Tensor, active: torch.Tensor, depth: torch.Tensor) -> torch.Tensor:
-    """Ouro's stage II: binary cross-entropy of 1 - lambda_t, for t >= 2, against a soft label of how much loop t
-    helped.
+    """Return Ouro's stage II loss: binary cross-entropy of 1 - lambda_t, for t >= 2, against a soft label that says
+    how much loop t helped.
 
-    The mean over a token's loops t = 2..K, summed over tokens.
+    It is the mean over a token's loops t = 2..K, summed over tokens.
     """
     improvement = (losses[:-1] - losses[1:]).clamp(min=0)
     proceed = torch.sigmoid(GATE_SHARPNESS * (improvement - GATE_THRESHOLD))

@@ -1,16 +1,17 @@
 """Losses that read states instead of logits, so that they see the scale which a normed readout hides.
 
-Each is a sum over labelled tokens, of a row of depth K, and is added to the loss over logits with its weight:
+Each is a sum over labelled tokens, where K is the depth of the token's row, and is added to the loss over logits with
+its weight:
 
 norm_penalty    mean over loops and channels of H_k^2
 scale_anchor    (s - target)^2, s the RMS of all states of the token's row: loops, labelled tokens and channels
-latent_loss     mean over loops and channels of (H_k - H_{k-1} - (E - H_{k-1}) / (K - k + 1))^2: each loop takes its
-                share of the way that is left from the state to E, the embedding of the next token
+latent_loss     mean over loops and channels of (H_k - H_{k-1} - (E - H_{k-1}) / (K - k + 1))^2: each loop covers its
+                share of the remaining difference between the state and E, the embedding of the next token
 latent_anchor   mean over channels of (H_K - E)^2
 
-No gradient flows into what a state is compared with: E, and the way that is left. The last two carry the readout
-paper's latent losses for denoising, whose states move from noise to the embedding of a known token, over to states
-that start at the embedding of one token and predict the next.
+No gradient flows into the targets: E and the remaining difference. The last two losses adapt the readout paper's
+latent losses for denoising: there, states move from noise to the embedding of a known token; here they start at the
+embedding of one token and predict the next.
 """
 
 from collections.abc import Iterable
@@ -25,12 +26,12 @@ from .tensors import wide_dtype
 class LoopStates(NamedTuple):
     every_loop: tuple[torch.Tensor, ...]  # H_k, [batch, length, hidden]; a row that ran fewer loops keeps its last
     first: torch.Tensor  # h_0
-    targets: torch.Tensor | None  # E, where a latent loss is on
+    targets: torch.Tensor | None  # E, if a latent loss is on
 
 
 def loss_of_states(config, states: LoopStates, positions, depth, labelled) -> torch.Tensor:
-    """positions: [tokens] labelled positions in batch * length; depth: [tokens] of each one's row; labelled: [tokens]
-    weights 0 or 1."""
+    """Return the weighted sum of the losses. positions: [tokens] labelled positions in batch * length; depth: [tokens]
+    depth of each token's row; labelled: [tokens] weights 0 or 1."""
     wide = wide_dtype(states.first)
 
     def tokens(tensor):  # [tokens, hidden]
@@ -54,13 +55,13 @@ def loss_of_states(config, states: LoopStates, positions, depth, labelled) -> to
 
 
 def mean_squares(states: Iterable[torch.Tensor], depth: torch.Tensor) -> torch.Tensor:
-    """K^-1 sum_k mean_channels(H_k^2) of every token."""
+    """Return K^-1 sum_k mean_channels(H_k^2) of every token."""
     return reduce(torch.add, (s.square().mean(-1) * (loop < depth) / depth for loop, s in enumerate(states)))
 
 
 def anchor(squares: torch.Tensor, rows: torch.Tensor, num_rows: int, labelled: torch.Tensor, config) -> torch.Tensor:
-    """Each row's (s - target)^2, times its labelled tokens. By rows, so that it does not matter which of them are
-    together in a batch."""
+    """Return the sum over rows of (s - target)^2 times the row's number of labelled tokens. s is computed per row, so
+    that the loss does not depend on which rows share a batch."""
     counts = squares.new_zeros(num_rows).index_add(0, rows, labelled.to(squares.dtype))
     sums = squares.new_zeros(num_rows).index_add(0, rows, squares * labelled)
     rms = (sums / counts.clamp(min=1)).clamp(min=torch.finfo(sums.dtype).tiny).sqrt()

@@ -13,9 +13,9 @@
 # limitations under the License.
 """Looped language models: a decoder that applies the same block of layers `num_loops` times.
 
-`LoopedModel.forward` is the model, and its method `loop` is the loop. The other files each hold one idea: layers
-(a block), injection (how a loop starts), depth (which rows run), cache (keys and values under a loop), causal_lm (the
-language model on top), losses, heads (all others).
+`LoopedModel.forward` runs the model, and its method `loop` runs the loops. Each of the other files has one subject:
+layers (a block), injection (how a loop starts), depth (which rows run), cache (keys and values of each loop),
+causal_lm (the language model on top), losses, heads (classification and question answering).
 """
 
 import copy
@@ -85,7 +85,7 @@ from .serving_engines import check_for_engine
 from .tensors import at_least_fp32, first_rows, wide_dtype
 
 
-MOST_LOOPS_WITH_SITES = 1024  # sites of deeper ones are made by each pass
+MOST_LOOPS_WITH_SITES = 1024  # each pass makes the attention sites of deeper loops anew
 
 
 class LoopedPreTrainedModel(StrictLoadingMixin, PreTrainedModel):
@@ -103,16 +103,16 @@ class LoopedPreTrainedModel(StrictLoadingMixin, PreTrainedModel):
     _can_record_outputs = {"hidden_states": LoopedBlock, "attentions": LoopedAttention}
 
     def __init__(self, config, *args, **kwargs):
-        config.validate()  # fields may have been assigned since it was made
+        config.validate()  # fields may have been assigned since the config was made
         register_with_peft(config.model_type)
         register_with_trainer(config.model_type)
         super().__init__(config, *args, **kwargs)
         check_for_engine(self.config)
-        self.trained_depth = config.trained_depth  # of this model, whatever depth the config is set to from here on
+        self.trained_depth = config.trained_depth  # fixed here: later changes of the config do not change it
         self.built_with = {name: copy.copy(getattr(config, name)) for name in FIELDS_OF_BUILDING}
 
     def _sdpa_can_dispatch(self, *args, **kwargs) -> bool:
-        """Asked by transformers, which takes eager attention where this fails, unless sdpa was asked for."""
+        """Called by transformers. If this raises, transformers uses eager attention, unless sdpa was asked for."""
         check_softcap(self.config.attention_softcap, "sdpa")
         return super()._sdpa_can_dispatch(*args, **kwargs)
 
@@ -137,8 +137,10 @@ class LoopedPreTrainedModel(StrictLoadingMixin, PreTrainedModel):
             super()._init_weights(module)
 
     def resize_token_embeddings(self, new_num_tokens=None, pad_to_multiple_of=None, mean_resizing=True):
-        """As in transformers; the value tables too hold a row per token. New rows of theirs are the mean of the
-        others, so that whoever resizes a model again has the same one: PEFT saves those of embeddings and head alone.
+        """Resize embeddings and head as transformers does, and the value tables, which have a row per token too.
+
+        New rows of the value tables are the mean of the old ones, so that resizing the model again gives the same
+        rows: PEFT saves the resized embeddings and head, but not the value tables.
         """
         embeddings = super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
         for _, table in cast(LoopedModel, self.base_model)._value_tables():
@@ -153,7 +155,7 @@ class LoopedPreTrainedModel(StrictLoadingMixin, PreTrainedModel):
 class LoopedModel(LoopedPreTrainedModel):
     """Embedding, prelude, the loop, coda and readout norm."""
 
-    without_head = [r"exit_gate"]  # what opens the trunk of a language model has no gate
+    without_head = [r"exit_gate"]  # the trunk has no gate, so it ignores that of a language model's checkpoint
     _keys_to_ignore_on_load_unexpected = without_head
 
     def __init__(self, config: LoopedConfig):
@@ -167,9 +169,9 @@ class LoopedModel(LoopedPreTrainedModel):
             self.rotary_emb = rotary_embeddings(config)
         self.embedding_dropout = nn.Dropout(config.embedding_dropout)
         dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16) if config.round_embedding_scale else ()
-        # on a device of its own, since this one may be meta
+        # on the CPU, since the default device may be meta
         scales = ((dtype, torch.tensor(config.embedding_scale, dtype=dtype, device="cpu")) for dtype in dtypes)
-        self.embedding_scales = {dtype: float(scale) for dtype, scale in scales}  # where the config's is not taken
+        self.embedding_scales = {dtype: float(scale) for dtype, scale in scales}  # replace config.embedding_scale
 
         prelude, core, coda = config.section_layer_types()
         self.layer_types = sorted({*prelude, *core, *coda})
@@ -198,20 +200,20 @@ class LoopedModel(LoopedPreTrainedModel):
         self.loops_share_norm = config.inter_loop_norm == "shared"
         self.damping = LoopDamping(config) if config.loop_damping else None
         self.change_gate = LoopChangeGate(config) if config.loop_change_gate else None
-        # where blocks return keys and values too, a module for hooks that returns H alone
+        # for hooks: a module that returns only H, where the blocks return keys and values too
         self.state_alone = nn.Identity() if config.shares_keys else None
         self.coda_proj = (
             linear(config.state_size, config.hidden_size, "readout") if config.coda_input == "linear" else None
         )
-        # where they are None, the config lets nothing read them
+        # with a config that leaves one of these None, no code reads it
         self.norm: nn.Module = readout_norm(config)  # pyrefly: ignore[bad-assignment]
         alpha_readout = AlphaReadout(config) if "alpha" in READOUTS[config.readout_norm] else None
         self.alpha_readout: AlphaReadout = alpha_readout  # pyrefly: ignore[bad-assignment]
         if config._attn_implementation == "sglang" and config.exit_gate != "none":
-            # SGLang builds the trunk alone and refuses a tensor that has no module
+            # SGLang builds only the trunk and refuses a checkpoint tensor that has no module
             self.exit_gate = linear(config.state_size, 1, "gate", bias=True)
         self.gradient_checkpointing = False
-        self.checkpoints_loops = False  # keep the state of every loop alone, and compute again what is between
+        self.checkpoints_loops = False  # keep only the state of each loop, recompute the rest in backward
         self.post_init()
 
     def _blocks(
@@ -229,7 +231,7 @@ class LoopedModel(LoopedPreTrainedModel):
         return [AttentionSite(self.config, kind, slot) for slot, kind in enumerate(prelude + coda + core * loops)]
 
     def site(self, slot: int) -> AttentionSite | DeeperSite:
-        """Where a slot attends. Those beyond the configured depth are not modules: a pass makes them as it needs."""
+        """Return the attention site of a slot. Beyond the configured depth it is no module; passes make it anew."""
         if slot < len(self.attention_sites):
             return cast(AttentionSite, self.attention_sites[slot])
         first_slot, _ = self.config.split_slot(slot)
@@ -261,12 +263,13 @@ class LoopedModel(LoopedPreTrainedModel):
     ) -> LoopedModelOutputWithPast:
         r"""
         num_loops: depth of this pass, one number or one per sequence; by default `config.num_loops`.
-        backprop_loops: gradients flow through this number of last loops of each row; states before them are constants.
-        initial_state: h_0, [batch, length, config.state_size], in the place of that of `state_init`: noise, or a state
-            from which to go on, `to_next_loop(H)` of another run. Loops are counted from 0 again.
+        backprop_loops: gradients flow only through this many last loops of each row; earlier states are constants.
+        initial_state: h_0, [batch, length, config.state_size], instead of the one that `state_init` names: noise, or
+            a state to continue from, `to_next_loop(H)` of another run. Loops are counted from 0 again.
         exit_watch: decides after every loop which tokens, or which rows, stop there.
         output_loop_hidden_states, output_loop_readout_states: return the states of every loop.
-        has_loss: the model's own loss is made of what this pass returns; else a training pass says what it leaves out.
+        has_loss: the caller computes the model's own loss from the outputs; without it, a training pass warns of the
+            losses that are left out.
         """
         check_arguments(kwargs, TRUNK_ARGUMENTS, type(self).__name__)
         if self.training and torch.is_grad_enabled() and not has_loss:
@@ -315,7 +318,7 @@ class LoopedModel(LoopedPreTrainedModel):
     def _usable_cache(
         self, cache: Cache | None, use_cache: bool | None, plan: DepthPlan, may_exit: bool, reads_every_loop: bool
     ) -> tuple[Cache | None, bool | None]:
-        """The cache of this pass and whether one is made, or an error where a given one cannot be filled."""
+        """Return the cache of this pass and whether to make one; raise if the caller's cache cannot be filled."""
         if self.training and torch.is_grad_enabled() and self.computes_again:
             check_computes_again(self.config, self.checkpoints_loops)
             leave_out_cache(cache)  # blocks that run a second time would fill it twice
@@ -338,14 +341,14 @@ class LoopedModel(LoopedPreTrainedModel):
         may_exit: bool,
         options: dict,
     ) -> tuple[torch.Tensor, PassContext, Cache | None]:
-        """The input of the first layer, what all blocks of this pass read beside it, and its cache."""
+        """Return the input of the first layer, the context that all blocks of this pass read, and the cache."""
         has_regions = can_have_regions(cache, attention_mask, position_ids) and not is_recorded(self.config, options)
         # transformers finds packed documents by comparing positions on the device. Positions made here never restart,
-        # so it is given only those of the caller
+        # so it gets only the caller's positions
         of_documents = position_ids
         if position_ids is None:
             position_ids = self._positions(inputs_embeds, attention_mask, cache)
-        # before a cache is made: beside one, documents are not looked for
+        # masks are made before the cache: with a cache, transformers does not look for documents
         masks = self.attention_masks(attention_mask, inputs_embeds, cache, of_documents, plan)
         if cache is None and (options["use_cache"] or may_exit):
             cache = DynamicCache(config=self.config)
@@ -378,7 +381,7 @@ class LoopedModel(LoopedPreTrainedModel):
         return inputs_embeds
 
     def embed(self, inputs_embeds, position_ids):
-        """The input of the first layer."""
+        """Return the input of the first layer."""
         x = self.scaled(inputs_embeds)
         if self.config.position_embedding == "learned":
             x = x + self.embed_positions(position_ids)
@@ -389,17 +392,18 @@ class LoopedModel(LoopedPreTrainedModel):
         return inputs_embeds if scale == 1 else inputs_embeds * scale
 
     def rotary(self, x, position_ids) -> dict[str, tuple[torch.Tensor, ...]]:
-        """Tables of rotary positions, [rows, length, 1, head_dim], as x is: of each kind that layers read."""
+        """Return the rotary tables, [rows, length, 1, head_dim], of each kind that layers read, in the dtype of x, or
+        in at least fp32 if heads are rounded after the rotation."""
         if self.ropes and self.config.rope_rounding == "rotated":
             x = x.new_empty(1, dtype=wide_dtype(x))
         return {kind: rotary_tables(*self.rotary_of(kind)(x, position_ids=position_ids)) for kind in self.ropes}
 
     def rotary_of(self, kind: str) -> nn.Module:
-        """What makes the tables of one of `self.ropes`."""
+        """Return the module that makes the tables of one kind in `self.ropes`."""
         return self.rotary_emb[kind] if isinstance(self.rotary_emb, nn.ModuleDict) else self.rotary_emb
 
     def run_prelude(self, x, context: PassContext | None):
-        """From embeddings to what every loop may read again. Without a prelude the context does not matter."""
+        """Turn embeddings into the input that every loop may read. Without a prelude, context may be None."""
         scale = self.config.residual_factor(1)
         for slot, block in enumerate(self.prelude):
             assert context is not None
@@ -407,10 +411,10 @@ class LoopedModel(LoopedPreTrainedModel):
         return x if self.prelude_norm is None else self.prelude_norm(x)
 
     def loop(self, embedded, state, plan: DepthPlan, every_loop: bool, context: PassContext):
-        """H after each row's last loop, and H after every tick if `every_loop`; rows sorted by depth."""
+        """Return H after each row's last loop, and H after every tick if `every_loop`; rows are sorted by depth."""
         running, finished, states = first_rows(state, plan.ticks[0].rows), [], []
         for tick in plan.ticks:
-            # outside of no_grad, whose views torch's FLOP counter refuses
+            # sliced outside of no_grad: torch's FLOP counter refuses views that are made inside
             embedded_rows, context_of_rows = first_rows(embedded, tick.rows), context.of_first_rows(tick.rows)
             with nullcontext() if tick.has_gradient else torch.no_grad():
                 if running.shape[0] < tick.rows:  # rows that join now
@@ -429,7 +433,7 @@ class LoopedModel(LoopedPreTrainedModel):
         return (finished[0] if len(finished) == 1 else torch.cat(finished[::-1])), states
 
     def loop_with_exits(self, embedded, state, plan: DepthPlan, context: PassContext, watch):
-        """H of every token at its exit; rows that `watch` sends away cost nothing from there on."""
+        """Return H of every token at its exit; rows that `watch` removes from the batch cost nothing afterwards."""
         for loop in range(plan.max_depth):
             state = self.core_pass(state, embedded, loop, plan.max_depth, context)
             state, rows = watch.after_loop(loop + 1, state, context)
@@ -441,7 +445,8 @@ class LoopedModel(LoopedPreTrainedModel):
         return watch.final
 
     def loop_in_step(self, embedded, num_loops: int, context: PassContext):
-        """H of the last loop, of tokens that decode apart but are all at one loop, which their view is told."""
+        """Return H after `num_loops` loops, for tokens at different positions that are all at the same loop; the cache
+        view is moved to each loop."""
         state = self.initial_state(embedded, None)
         for loop in range(num_loops):
             context.cache.go_to([loop] * len(embedded))
@@ -450,10 +455,10 @@ class LoopedModel(LoopedPreTrainedModel):
         return state
 
     def core_pass(self, state, embedded, loop: Any, depth: int | list[int], context: PassContext):
-        """One loop: from h_t to H_{t+1}. loop: t, counted from 0; depth: the loops of the run that it is part of. Each
-        is one int for all rows, or one per row; a tensor where models ask of a loop no more than whether it is the
-        first."""
-        # where each row has its own loop (a list) there is no cache, or a view that knows the loop of each row
+        """Run one loop: from h_t to H_{t+1}. loop: t, counted from 0; depth: the number of loops of the run. Each is
+        one int for all rows, or a list of one per row; `loop` may be a tensor if the model only needs to know whether
+        it is the first."""
+        # where rows are at different loops (a list), there is no cache, or a view that knows each row's loop
         slots_before = self.config.stored_loop(loop) * context.slots_per_loop if isinstance(loop, int) else 0
         first_slot = self.config.core_slot(0)
         device, sets = embedded.device, self.num_loop_sets
@@ -478,11 +483,11 @@ class LoopedModel(LoopedPreTrainedModel):
 
     @property
     def looks_at_first(self) -> bool:
-        """Whether the first loop is run otherwise than later ones."""
+        """Whether the first loop is computed differently from later ones."""
         return getattr(self.injection, "looks_at_first", False) or self.change_gate is not None
 
     def to_next_loop(self, state):
-        """What the next loop starts from."""
+        """Turn H into the state that the next loop starts from."""
         if self.loops_share_norm:
             state = self.norm(state)
         elif self.inter_loop_norm is not None:
@@ -490,7 +495,7 @@ class LoopedModel(LoopedPreTrainedModel):
         return state if self.damping is None else self.damping(state)
 
     def run_coda(self, state, context: PassContext | None):
-        """From H to what the readout norm reads. Without a coda the context does not matter."""
+        """Turn H into the input of the readout norm. Without a coda, context may be None."""
         if self.config.coda_input == "norm":
             state = self.norm(state)
         elif self.coda_proj is not None:
@@ -502,7 +507,7 @@ class LoopedModel(LoopedPreTrainedModel):
         return state
 
     def run_coda_after_all(self, states: list, plan: DepthPlan, context: PassContext):
-        """What the readout norm reads after every loop. Only the last run is recorded."""
+        """Return the input of the readout norm after every loop. Only the last run of the coda is recorded."""
         shallower = [unrecorded(self.run_coda, state, context) for state in states[:-1]]
         return plan.spread([*shallower, self.run_coda(states[-1], context)])
 
@@ -512,7 +517,7 @@ class LoopedModel(LoopedPreTrainedModel):
         return set(READOUTS[self.config.readout_norm]) in ({"raw"}, {"norm"})
 
     def readout(self, x, depth: int | list[int] | torch.Tensor):
-        """What the head reads at loop `depth`: an int, one per row, or a tensor with one per token, [rows, length]."""
+        """Return the head's input after `depth` loops: an int, a list of one per row, or a tensor [rows, length]."""
         below, from_there_on = READOUTS[self.config.readout_norm]
         reached = below == from_there_on or has_reached(self.trained_depth, depth, x.device)
         if isinstance(reached, bool):
@@ -538,7 +543,7 @@ class LoopedModel(LoopedPreTrainedModel):
         return embedded.new_zeros(*embedded.shape[:-1], self.config.state_size)
 
     def sample_initial_state(self, batch_size: int, length: int, generator: torch.Generator | None = None):
-        """Noise for `initial_state`, cut at three standard deviations. The model itself never draws any."""
+        """Draw noise for `initial_state`, cut at three standard deviations. The model itself never draws noise."""
         check_starts_from_noise(self.config)
         std = self.config.state_init_std
         if std is None:
@@ -556,11 +561,11 @@ class LoopedModel(LoopedPreTrainedModel):
         return [(int(layer), table) for layer, table in self.value_embeds.items()]
 
     def _residual_factor(self, depth: int) -> float:
-        """eps of the core in a run of `depth` loops."""
+        """Return eps, the residual factor of the core, in a run of `depth` loops."""
         return self.config.residual_factor(depth if self.config.residual_depth == "run" else self.trained_depth)
 
     def _positions(self, inputs_embeds, attention_mask, cache):
-        """Positions from the cache's length; learned ones skip padding, since unlike RoPE they are not relative."""
+        """Return positions that continue the cache. Learned ones skip padding, since unlike RoPE they are absolute."""
         length = inputs_embeds.shape[1]
         if (
             self.config.position_embedding == "learned"
@@ -578,7 +583,7 @@ class LoopedModel(LoopedPreTrainedModel):
             "config": self.config,
             "inputs_embeds": inputs_embeds,
             "attention_mask": attention_mask,
-            CACHE: cache if isinstance(cache, Cache) else None,  # one of requests that share a row says nothing
+            CACHE: cache if isinstance(cache, Cache) else None,  # a paged cache does not determine masks
             "position_ids": position_ids,
         }
         makers: dict[str, Callable] = {
@@ -586,12 +591,12 @@ class LoopedModel(LoopedPreTrainedModel):
             "sliding_attention": create_sliding_window_causal_mask,
         }
         if torch.compiler.is_compiling() and is_plainly_causal(self.config, attention_mask, cache, position_ids):
-            makers["full_attention"] = lambda **_: None  # older transformers make a mask of every compiled pass
+            makers["full_attention"] = lambda **_: None  # older transformers make a mask in every compiled pass
         return {layer_type: makers[layer_type](**arguments) for layer_type in self.layer_types}
 
 
 def is_plainly_causal(config, attention_mask, cache, position_ids) -> bool:
-    """Whether the kernel's own causal mask says all; an exported graph could not tell one token from several."""
+    """Whether the kernel's own causal mask suffices. Not in an exported graph: it cannot tell one token from many."""
     given = (attention_mask, cache, position_ids)
     is_bare = all(tensor is None for tensor in given)
     return is_bare and config._attn_implementation == "sdpa" and not torch.compiler.is_exporting()

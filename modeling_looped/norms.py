@@ -1,6 +1,6 @@
 """RMSNorms: without a weight, with one, or with one for each loop.
 
-No class here has a name that ends with RMSNorm: SGLang takes each of those for Llama's, and replaces it.
+No class name here ends with RMSNorm: SGLang would take such a class for Llama's and replace it.
 """
 
 from collections.abc import Callable
@@ -14,8 +14,8 @@ from transformers import initialization as init
 class LoopedNorm(nn.Module):
     """x / rms(x), statistics in at least fp32, with or without a weight, or with one for each loop.
 
-    offset: what is added to the weight. rounding: whether the product with the weight is rounded to x's dtype, or
-    what is multiplied ("after_weight", "before_weight"). num_sets: of weights, where loops have their own.
+    offset: added to the weight. rounding: rounds to x's dtype either the product with the weight ("after_weight") or
+    the normed x before it is multiplied ("before_weight"). num_sets: number of weights, if each loop has one.
     """
 
     # a fused kernel that recipes/engine/kernels.py may set: (x, weight, eps) -> normed x
@@ -49,12 +49,12 @@ class LoopedNorm(nn.Module):
         wide = x if factor is None or self.rounds_first else x.to(factor.dtype)
         if factor is None or (factor.ndim == 1 and not self.rounds_first):
             return F.rms_norm(wide, self.size, factor, self.eps).to(x.dtype)
-        if factor.ndim == 2:  # of rows
+        if factor.ndim == 2:  # one weight per row
             factor = factor.view(-1, *[1] * (x.ndim - 2), *self.size)
         return (F.rms_norm(wide, self.size, None, self.eps) * factor.to(wide.dtype)).to(x.dtype)
 
     def factor(self, dtype: torch.dtype, loop_set=None) -> torch.Tensor | None:
-        """What is multiplied by, weight + offset, in at least fp32 where that is not the weight alone."""
+        """Return weight + offset: in `dtype` without offset and with rounding after the weight, else at least fp32."""
         if self.weight is None:
             return None
         weight = self.weight[loop_set] if self.is_by_loop else self.weight
@@ -66,7 +66,7 @@ class LoopedNorm(nn.Module):
 
 
 def weighted_norm(config, size: int, affine: bool = True, num_sets: int | None = None) -> LoopedNorm:
-    """num_sets: of weights, where each loop has its own."""
+    """Return a norm with the settings of the config. num_sets: number of weights, if each loop has one."""
     return LoopedNorm(size, config.rms_norm_eps, affine, config.norm_offset, config.norm_rounding, num_sets)
 
 

@@ -1,4 +1,4 @@
-"""What a looped model returns beyond what transformers' models do, and what a pass must keep for it."""
+"""The outputs of a looped model beyond those of transformers' models, and what a pass must keep for them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,12 +15,12 @@ LOSSES_OF_GATES = ("exit_weighted", "exit_weighted_logits", "gate")
 
 
 def kept_positions(logits_to_keep: int | torch.Tensor) -> slice | torch.Tensor:
-    """As an index: a number of last positions, 0 for all of them, or the positions that the caller names."""
+    """Return `logits_to_keep` (a number of last positions, 0 for all, or the caller's positions) as an index."""
     return slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
 
 
 def unrecorded(run: Callable, *arguments):
-    """What `run` returns, without its blocks among those that output_hidden_states and output_attentions show."""
+    """Call `run` without recording its blocks for output_hidden_states and output_attentions."""
     recorded = recorded_states()
     lengths = [len(states) for states in recorded]
     result = run(*arguments)
@@ -30,7 +30,7 @@ def unrecorded(run: Callable, *arguments):
 
 
 class CacheByBothNames:
-    """`cache`, which was `past_key_values` before transformers 5.24."""
+    """Adds the field `cache`, which was called `past_key_values` before transformers 5.24."""
 
     if CACHE != "cache":
 
@@ -42,9 +42,9 @@ class CacheByBothNames:
 @dataclass
 class LoopedModelOutputWithPast(CacheByBothNames, BaseModelOutputWithPast):
     """
-    loop_hidden_states: H_k of every loop, [batch, length, hidden] each. A row that ran fewer loops keeps its last.
-    loop_readout_states: what the readout norm reads at every loop: H_k, or what the coda makes of it.
-    initial_state: h_0, with loop_hidden_states.
+    loop_hidden_states: H_k of every loop, [batch, length, hidden] each. A row that ran fewer loops repeats its last H.
+    loop_readout_states: the input of the readout norm after every loop: H_k, or the coda's output for H_k.
+    initial_state: h_0, returned together with loop_hidden_states.
     """
 
     loop_hidden_states: tuple[torch.Tensor, ...] | None = None
@@ -59,8 +59,8 @@ class LoopedCausalLMOutputWithPast(CacheByBothNames, CausalLMOutputWithPast):
     loop_logits: logits after every loop, [batch, length, vocabulary] each.
     exit_probabilities: p(exit at loop k), [batch, length, loops].
     exit_logits: sum_k p_k logits_k, [batch, length, vocabulary]; a softcap acts on the sum.
-    loop_losses: mean cross-entropy after every loop that the loss reads, [loops], without gradients; nan after others.
-    loop_token_losses: the same of every token, [loops, batch, length]: at position i that of token i + 1; 0 without
+    loop_losses: mean cross-entropy after each loop, [loops], without gradients; nan where no token was compared.
+    loop_token_losses: the same per token, [loops, batch, length]: position i has that of token i + 1; 0 without a
         label.
     token_loops: the loops that each token ran under an exit rule, [batch, length].
     """
@@ -77,7 +77,7 @@ class LoopedCausalLMOutputWithPast(CacheByBothNames, CausalLMOutputWithPast):
 
 
 class NeededOfPass(NamedTuple):
-    """What a pass must keep of every loop, for the loss and the outputs that are asked for."""
+    """What a pass must keep of every loop, for the loss and the requested outputs."""
 
     hidden_states: bool
     readout_states: bool
@@ -86,7 +86,7 @@ class NeededOfPass(NamedTuple):
 
 
 class AskedOutputs(NamedTuple):
-    """Which outputs a call of the causal LM asks for, under the names of its arguments."""
+    """The outputs that a call of the causal LM asks for, under the names of its arguments."""
 
     output_loop_logits: bool
     output_loop_hidden_states: bool
@@ -118,11 +118,12 @@ class AskedOutputs(NamedTuple):
 @dataclass
 class LoopedGenerateOutput(CacheByBothNames, GenerateDecoderOnlyOutput):
     """
-    token_loops: loops that each new token took, [batch, new tokens]; 0 after the end of a row.
-    acceptance_rate: of the drafts that were compared with full depth, the part that it agreed with; what was drafted
-        after a wrong one is not compared.
-    passes_per_token: of the core, of each row, with drafts: num_loops without them, fewer where they are right.
-    stopped_drafting: whether drafts, which did not pay, were left out for a part of the tokens or all.
+    token_loops: the loops that each new token ran, [batch, new tokens]; 0 after the end of a row.
+    acceptance_rate: the fraction of compared drafts that full depth agreed with; drafts after a wrong one are not
+        compared.
+    passes_per_token: with drafts, passes of a row through the core per token: num_loops without them, fewer if they
+        are right.
+    stopped_drafting: whether some or all tokens were decoded without drafts, because drafts did not pay.
     """
 
     token_loops: torch.Tensor | None = None

@@ -1,4 +1,4 @@
-"""What the head reads of a state: the parts that `readout_norm` chooses between, besides a norm of a block."""
+"""Readouts, which turn a state into the head's input: those that `readout_norm` selects, besides a block's norm."""
 
 import math
 from typing import Any
@@ -13,7 +13,7 @@ from .tensors import at_least_fp32, on_device, wide_dtype
 
 
 def readout_norm(config) -> nn.Module | None:
-    """The norm of the readout, which shared norms between loops, normed gates and codas read too."""
+    """Return the norm of the readout. Shared inter-loop norms, normed exit gates and coda inputs use it too."""
     if not config.has_readout_norm:
         return None
     if config.readout_norm == "layernorm":
@@ -22,19 +22,19 @@ def readout_norm(config) -> nn.Module | None:
 
 
 def has_reached(trained_depth: int, depth: int | list[int] | torch.Tensor, device) -> bool | torch.Tensor:
-    """Whether loop `depth` (of all, of each row, or of each token) is the trained one or deeper: one bool if all
-    agree, else a mask that broadcasts over [rows, length, hidden]."""
+    """Whether `depth` (for all rows, per row, or per token) is the trained depth or more: one bool if all agree, else
+    a mask that broadcasts over [rows, length, hidden]."""
     if torch.is_tensor(depth):
         return (depth >= trained_depth).unsqueeze(-1)
     return one_or_rows(lambda loops: loops >= trained_depth, depth, device, 3)
 
 
 class AlphaReadout(nn.Module):
-    """x (s_ref / s)^(1 - alpha) with s = rms(x), so that what is read has the scale s_ref^(1 - alpha) s^alpha: nothing
-    of the state's own scale at alpha = 0, all of it at 1, where this is the raw readout.
+    """x (s_ref / s)^(1 - alpha) with s = rms(x), so that the result has the scale s_ref^(1 - alpha) s^alpha: it is
+    independent of the state's scale at alpha = 0 and keeps that scale at alpha = 1, where this is the raw readout.
 
     s_ref is learned, and so is alpha = sigmoid(a) unless it is fixed. There may be several of both: loop k takes the
-    k-th, and what is deeper than they are the last.
+    k-th, and deeper loops take the last.
     """
 
     def __init__(self, config):
@@ -55,7 +55,7 @@ class AlphaReadout(nn.Module):
         return (x * (exponent * (self.values_at(depth, self.log_scale.to(wide)) - log_rms)).exp()).to(x.dtype)
 
     def values_at(self, depth: int | list[int] | torch.Tensor, values):
-        """The entries of `values` [count] for loop `depth`, to broadcast over [rows, length, hidden]."""
+        """Select the entries of `values` [count] for loop `depth`, to broadcast over [rows, length, hidden]."""
         if isinstance(depth, int):
             return values[min(depth, self.count) - 1]
         depths = depth if torch.is_tensor(depth) else on_device(depth, values.device)[:, None]
@@ -63,11 +63,11 @@ class AlphaReadout(nn.Module):
 
 
 class TaperNorm(LoopedNorm):
-    """g RMSNorm(x) + (1 - g) c v x: a norm that training takes away (Kanavalau et al.).
+    """g RMSNorm(x) + (1 - g) c v x: a norm that training removes (Kanavalau et al.).
 
-    The gate g goes from 1 to 0 over training. Where it starts to, `linearise` sets the constant c and the learned v to
-    what comes nearest to the norm. Gate and c are set by the training loop and saved with the model; a pass changes
-    neither.
+    The gate g goes from 1 to 0 over training. When it starts to fall, `linearise` sets the constant c and the learned
+    v so that the linear term is closest to the norm. The training loop sets gate and c, which are saved with the
+    model; a forward pass changes neither.
     """
 
     def __init__(self, config):
@@ -92,7 +92,7 @@ class TaperNorm(LoopedNorm):
 
     @torch.no_grad()
     def fit_terms(self, x) -> torch.Tensor:
-        """Two sums over the tokens of x whose ratio is the c with the least |RMSNorm(x) - c w x|^2."""
+        """Return two sums over the tokens of x; their ratio is the c that minimises |RMSNorm(x) - c w x|^2."""
         wide = at_least_fp32(x)
         weight: Any = 1 if self.weight is None else self.factor(wide.dtype)
         squares = (weight * wide).square().sum(-1)

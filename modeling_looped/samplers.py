@@ -1,7 +1,7 @@
 """Depths and initial noise of a training step, drawn outside the model.
 
-Everything here is a function of (seed, step, row), where a row is numbered over the whole step: a run that resumes, or
-goes on with another number of processes, draws the same.
+Everything here is a function of (seed, step, row), where rows are numbered over the whole step: a run that is resumed,
+also with another number of processes, draws the same numbers.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ LOGNORMAL_SIGMA = 0.5  # Huginn
 
 
 def generator_of(*key, device: torch.device | str = "cpu") -> torch.Generator:
-    """A generator seeded with a hash of `key`, so that neighbouring steps and rows have nothing in common."""
+    """Return a generator seeded with a hash of `key`, so that neighbouring steps and rows draw independently."""
     digest = hashlib.sha256(repr(key).encode()).digest()
     return torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
@@ -41,7 +41,7 @@ def poisson_lognormal_depth(mean: float, least: int, generator: torch.Generator)
 
 
 def uniform_depth(mean: float, least: int, generator: torch.Generator) -> int:
-    """Every depth from `least` to 2 mean - least alike, so that the mean is `mean`."""
+    """Every depth from `least` to 2 mean - least with equal probability, so that the mean is `mean`."""
     most = _whole(2 * mean, "uniform") - least
     return int(torch.randint(least, most + 1, (), generator=generator))
 
@@ -66,15 +66,15 @@ def depths_of_step(
     maximum: int | None = None,
     rows_per_draw: int | None = None,
 ) -> list[int]:
-    """The depth T of each of `rows`, numbers of rows in the step.
+    """Return the depth T of each of `rows`, which are numbers of rows in the step.
 
-    per "sequence": every row draws its own. "micro_batch": rows 0 to m - 1 of the step share a draw, the next m
-    another, with m = `rows_per_draw`, however many of them a forward pass or a process takes. "batch": one for all.
+    per "sequence": one draw per row. "micro_batch": rows 0 to m - 1 of the step share a draw, the next m rows another,
+    with m = `rows_per_draw`, however many rows a forward pass or a process takes. "batch": one draw for all rows.
 
-    split "total" (Huginn; Parcae, algorithm 4): T ~ sampler(mean), at least 1. How many of its loops carry gradients
-    is for the model's `backprop_loops` to say. split "prefix" (Parcae, algorithm 3): n ~ sampler(mean - k), which may
-    be 0, and T = n + k with k = `backprop_loops`, so that no row is shallower than k. "poisson_lognormal" counts one
-    loop more than its rate, so that its mean is `mean` + 1, as published.
+    split "total" (Huginn; Parcae, algorithm 4): T ~ sampler(mean), at least 1. The model's `backprop_loops` sets how
+    many of these loops carry gradients. split "prefix" (Parcae, algorithm 3): n ~ sampler(mean - k), which may be 0,
+    and T = n + k with k = `backprop_loops`, so that no row is shallower than k. "poisson_lognormal" counts one loop
+    more than its rate, so that its mean is `mean` + 1, as published.
     """
     _check(sampler, mean, per, backprop_loops, split, maximum, rows_per_draw)
     draw = SAMPLERS[sampler]
@@ -88,7 +88,7 @@ def depths_of_step(
     return [depths[owner] for owner in owners]
 
 
-# what a row draws with: rows of which this is equal have the same depth
+# the key of a row's draw: rows with the same key have the same depth
 DRAWS = {
     "sequence": lambda row, rows_per_draw: row,
     "micro_batch": lambda row, rows_per_draw: ("micro_batch", row // rows_per_draw),
@@ -97,8 +97,8 @@ DRAWS = {
 
 
 def truncated_normal_(tensor: torch.Tensor, std: float, generator: torch.Generator | None) -> torch.Tensor:
-    """Normal, cut at three standard deviations: the inverse of its distribution, of uniform numbers. torch's own draws
-    again what lies outside, for which the host would wait for a GPU in every step."""
+    """Fill with normal noise cut at three standard deviations: the inverse distribution function of uniform numbers.
+    torch's trunc_normal_ redraws numbers that lie outside, for which the host would wait for a GPU in every step."""
     most = math.erf(3 / math.sqrt(2))
     tensor.uniform_(-most, most, generator=generator).erfinv_()
     return tensor.mul_(math.sqrt(2) * std).clamp_(-3 * std, 3 * std)
@@ -107,10 +107,10 @@ def truncated_normal_(tensor: torch.Tensor, std: float, generator: torch.Generat
 def initial_state_of_step(
     model, seed: int, step: int, rows: Sequence[int], length: int, device: torch.device | str = "cpu"
 ) -> torch.Tensor:
-    """h_0 of each of `rows`, [rows, length, hidden].
+    """Return h_0 of each of `rows`, [rows, length, hidden].
 
-    Drawn on `device`, because a CPU needs longer for the noise of a row than a GPU for the row; so the noise is the
-    same on every device of a kind, not across kinds.
+    It is drawn on `device`, because a CPU needs longer to draw the noise of a row than a GPU to process the row. So
+    the noise is the same on all devices of one kind, but differs between kinds.
     """
     model = getattr(model, "module", model)  # inside DDP
     generators = (generator_of("initial_state", seed, step, int(row), device=device) for row in rows)

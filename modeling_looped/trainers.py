@@ -1,13 +1,14 @@
-"""Trainers of other libraries with the model's own loss, at depths that are drawn.
+"""A mix-in that gives trainers of other libraries the model's own loss, and randomly drawn depths.
 
     class Finetuning(OwnLoss, trl.SFTTrainer):
         depths = DrawnDepths("poisson_lognormal", mean=32, backprop_loops=8)
 
 TRL runs the trunk and multiplies its last state with the head, so that losses over loops, of states and of gates would
-be left out. This passes the labels to the model instead; what TRL measures beside the loss is not logged.
+be left out. `OwnLoss` passes the labels to the model instead; TRL's metrics beside the loss are not logged.
 
-There is none for GRPO and its like: their labels are the policy's own samples, also the bad ones, and cross-entropies
-of earlier loops would teach the model to repeat them. They train the last loop, from which they sample.
+There is no mix-in for GRPO and similar methods: their labels are the policy's samples, bad ones included, and
+cross-entropies of earlier loops would teach the model to repeat them. They train the last loop, from which they
+sample.
 """
 
 from dataclasses import dataclass
@@ -23,8 +24,8 @@ from .samplers import depths_of_step, initial_state_of_step
 class DrawnDepths:
     """How deep each training step runs, and how many of its loops have gradients: see `depths_of_step`.
 
-    mean: None is the model's num_loops. per: "batch" is one depth for all rows of a step, in all processes. A model
-    whose `state_init` is "normal" starts from noise. Evaluation runs at the model's num_loops, without noise.
+    mean: None means the model's num_loops. per: "batch" draws one depth for all rows of a step, in all processes. A
+    model whose `state_init` is "normal" starts from noise. Evaluation runs at the model's num_loops, without noise.
     """
 
     sampler: Literal["fixed", "poisson", "poisson_lognormal", "uniform"] = "poisson_lognormal"
@@ -35,7 +36,7 @@ class DrawnDepths:
     maximum: int | None = None
 
     def of_step(self, model, seed: int, step: int, rows: list[int], length: int, device) -> dict[str, Any]:
-        """Arguments of forward. rows: their numbers in the step."""
+        """Return arguments for `forward`. rows: numbers of the rows in the step."""
         mean = model.config.num_loops if self.mean is None else self.mean
         drawn = depths_of_step(
             self.sampler, mean, seed, step, rows, self.per, self.backprop_loops, self.split, self.maximum
@@ -48,11 +49,11 @@ class DrawnDepths:
 
 
 class OwnLoss:
-    depths: DrawnDepths | None = None  # of training; None is the model's num_loops
-    _place = (-1, 0)  # step, and rows of it, of all processes, that have been trained on
+    depths: DrawnDepths | None = None  # for training; None means the model's num_loops
+    _place = (-1, 0)  # the step, and how many of its rows all processes have trained on
 
     def compute_loss(self, model, inputs, return_outputs: bool = False, num_items_in_batch=None):
-        assert isinstance(self, Trainer)  # it is mixed into one
+        assert isinstance(self, Trainer)  # this class is mixed into one
         refuse_if(
             self.label_smoother is not None,
             f"label_smoothing_factor={self.args.label_smoothing_factor} smooths the last loop's logits and would "
@@ -80,7 +81,7 @@ class OwnLoss:
         return Trainer.compute_loss(self, model, inputs, return_outputs, num_items_in_batch)
 
     def _drawn(self: Any, model, inputs: dict) -> dict[str, Any]:
-        """A function of seed and place, so that a run that goes on draws as one that was never stopped."""
+        """Draw by seed, step and row numbers, so that a resumed run draws the same as an uninterrupted one."""
         step, given = self.state.global_step, inputs["input_ids"]
         before = self._place[1] if self._place[0] == step else 0
         self._place = step, before + self.args.world_size * len(given)
