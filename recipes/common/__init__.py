@@ -1,1 +1,1 @@
-"""What training and evaluation share: formulas, metrics, charts, files, results as JSON, command lines."""
+"""Code shared by training and evaluation: formulas, metrics, charts, files, results as JSON, command lines."""

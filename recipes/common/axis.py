@@ -1,4 +1,4 @@
-"""The scale of one axis of a chart, and ticks whose labels have room."""
+"""The scale of one axis of a chart, and ticks whose labels do not overlap."""
 
 import math
 from collections.abc import Iterable
@@ -9,12 +9,12 @@ SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 def written(value: float, digits: int = 4) -> str:
-    """A number as people write it: 1,500, 2.02, 0.0031, 3.1×10⁻⁷."""
+    """Format a number for readers: 1,500, 2.02, 0.0031, 3.1×10⁻⁷."""
     if not math.isfinite(value):
         return "not a number" if math.isnan(value) else "infinite"
     if value == 0:
         return "0"
-    size = int(f"{value:.{max(0, digits - 1)}e}".partition("e")[2])  # of the rounded number
+    size = int(f"{value:.{max(0, digits - 1)}e}".partition("e")[2])  # exponent of the rounded number
     if not -4 <= size < 6:
         mantissa, _, size = f"{value:.{max(0, min(digits, 3) - 1)}e}".partition("e")
         head, size = (mantissa.rstrip("0").rstrip(".") if "." in mantissa else mantissa), int(size)
@@ -25,7 +25,7 @@ def written(value: float, digits: int = 4) -> str:
 
 
 def alike(values: list[float], digits: int = 4) -> list[str]:
-    """Numbers that are read together: of similar size, they get the same number of digits after the point."""
+    """Format numbers that are read together: if their sizes are similar, all get the same number of decimals."""
     texts, sizes = [written(value, digits) for value in values], [abs(value) for value in values if value]
     if not sizes or max(sizes) > 100 * min(sizes) or any(text[-1] in "⁰¹²³⁴⁵⁶⁷⁸⁹" for text in texts):
         return texts
@@ -35,20 +35,20 @@ def alike(values: list[float], digits: int = 4) -> list[str]:
 
 
 def width_of(text: str, size: float = 11) -> float:
-    """About how wide a text is, rather too much than too little: there are no fonts to measure with."""
+    """Estimate the width of a text, rather too large than too small: no fonts are available to measure it."""
     return sum(0.35 if letter in " .,:;|il'()" else 0.95 if letter in "mwMW@—" else 0.62 for letter in text) * size
 
 
 @dataclass
 class Axis:
-    """Values between `low` and `high` as places between `start` and `end`."""
+    """Maps values between `low` and `high` to places between `start` and `end`."""
 
     values: Iterable[float]
     start: float
     end: float
     log: bool = False
     whole: bool = False  # only whole numbers are ticks
-    at: list[float] | None = None  # the ticks, as far as they have room
+    at: list[float] | None = None  # requested ticks; those without room are left out
     margin: float = 0.04
     low: float = field(init=False)
     high: float = field(init=False)
@@ -56,7 +56,7 @@ class Axis:
     def __post_init__(self):
         scaled = [self.scaled(value) for value in self.values]
         low, high = min(scaled), max(scaled)
-        least = 0.6 if self.log else 1.0 if self.whole else abs(high) * 0.02 or 1.0  # no noise blown up to a trend
+        least = 0.6 if self.log else 1.0 if self.whole else abs(high) * 0.02 or 1.0  # noise must not look like a trend
         if high - low < least:
             middle = (low + high) / 2
             low, high = middle - least / 2, middle + least / 2
@@ -71,7 +71,7 @@ class Axis:
         return self.start + (self.scaled(value) - self.low) / (self.high - self.low) * (self.end - self.start)
 
     def candidates(self) -> list[list[float]]:
-        """Sets of ticks, from many to few."""
+        """Return sets of ticks, from many to few ticks."""
         if self.at is not None:
             ticks = sorted(set(self.at))
             return [ticks[::every] for every in range(1, len(ticks) + 1)]
@@ -89,7 +89,8 @@ class Axis:
         ]
 
     def ticks(self, room: float | None = None, most: int = 7) -> list[tuple[float, str]]:
-        """(place, label): the largest set without an overlap. room: of every label; by default as wide as it is."""
+        """Return the largest set of ticks without overlaps, as (place, label). room: space for each label, by default
+        its width."""
         for ticks in self.candidates():
             inside = [tick for tick in ticks if self.low - 1e-9 <= self.scaled(tick) <= self.high + 1e-9]
             labels = map(written, inside) if self.log else alike(inside)

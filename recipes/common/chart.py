@@ -4,8 +4,8 @@
     chart.svg()                              # inside a page that has chart_style.STYLE
     save_charts([chart], "depth.svg")        # a picture of its own
 
-A chart is 360 units wide and as wide as its place: legible at 340 pixels. What has no finite value is left out, and a
-chart without any says so by `is_empty`.
+A chart is 360 units wide and is scaled to the width of its place; it is legible at 340 pixels. Values that are not
+finite are left out; `is_empty` tells that a chart has no finite values.
 """
 
 import math
@@ -18,17 +18,17 @@ from looped_recipes.common.files import write_whole
 
 
 WIDTH, RIGHT, PLOT = 360, 12, 170
-MANY = 300  # points of a line; more are not seen
-ROOM_FOR_A_VALUE = 30  # the side of a cell of a matrix
+MANY = 300  # points of a line; more can not be distinguished
+ROOM_FOR_A_VALUE = 30  # least side of a matrix cell in which the value is written
 
 
 def ordered(i: int, count: int) -> str:
-    """The colour of the i-th of `count` things with an order, such as loops."""
+    """Return the colour class of the i-th of `count` ordered items, such as loops."""
     return f"q{round(i * (STEPS - 1) / max(1, count - 1))}"
 
 
 def named(i: int) -> str:
-    """The colour of the i-th of things without an order, such as runs."""
+    """Return the colour class of the i-th of unordered items, such as runs."""
     return f"c{i % 8}"
 
 
@@ -41,7 +41,7 @@ class Line:
     joined: bool = True
     dots: bool = True
     errors: list[float | None] | None = None
-    labels: list[str] | None = None  # beside the points, as far as there is room
+    labels: list[str] | None = None  # beside the points; those without room are left out
 
 
 def wrapped(text: str, width: float, size: float) -> list[str]:
@@ -57,7 +57,7 @@ def text(x: float, y: float, words: str, kind: str = "") -> str:
 
 
 def heading(title: str) -> tuple[list[str], float]:
-    """Its lines, and the height where they end."""
+    """Return the lines of a title as SVG texts, and the height below them."""
     lines = wrapped(title, WIDTH - 8, 13) if title else []
     return [text(4, 14 + 16 * i, line, "title") for i, line in enumerate(lines)], 16.0 * len(lines) + 6
 
@@ -70,7 +70,7 @@ def drawing(parts: list[str], height: float, label: str) -> str:
 
 
 def thinned(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The least and the largest of every stretch of a long line."""
+    """Reduce a long line to the lowest and highest point of each interval."""
     if len(points) <= MANY:
         return points
     size, kept = 2 * len(points) // MANY + 1, []
@@ -88,11 +88,11 @@ class Chart:
     lines: list[Line]
     log_x: bool = False
     log_y: bool = False
-    levels: dict[str, float] = field(default_factory=dict)  # dotted, across: chance, a limit
-    marks: dict[str, float] = field(default_factory=dict)  # dotted, upright: the trained depth
+    levels: dict[str, float] = field(default_factory=dict)  # dotted horizontal lines: chance, a limit
+    marks: dict[str, float] = field(default_factory=dict)  # dotted vertical lines: the trained depth
     x_ticks: list[float] | None = None
     whole_x: bool = False
-    ends: tuple[float, ...] = ()  # values that the upright axis reaches to, whatever is drawn
+    ends: tuple[float, ...] = ()  # values that the vertical axis always includes
 
     def fits(self, x, y) -> bool:
         numbers = x is not None and y is not None and math.isfinite(x) and math.isfinite(y)
@@ -114,12 +114,12 @@ class Chart:
         return not self.shown()
 
     def keys(self, lines: list[Line]) -> list[tuple[str, str, str]]:
-        """(class, colour, words) of every line that has to be told apart, and of what is dotted."""
+        """Return (class, colour, words) for the legend: of lines, if there are several, and of dotted lines."""
         kinds = ["dot" if not line.joined else "line dashed" if line.dashed else "line" for line in lines]
         of_lines = [(kind, line.color, line.name) for kind, line in zip(kinds, lines) if line.name]
         rows = of_lines if len(lines) > 1 or self.levels or self.marks else []
         in_order = [row for row in rows if row[1][0] == "q"]
-        if len(in_order) > 8:  # a few of an order tell the rest
+        if len(in_order) > 8:  # a few entries of an ordered scale are enough
             few = [in_order[i * (len(in_order) - 1) // 4] for i in range(5)]
             rows = few + [row for row in rows if row not in in_order]
         dotted = [f"{name} ({written(at)})" for name, at in (*self.levels.items(), *self.marks.items())]
@@ -139,7 +139,7 @@ class Chart:
             parts.append(f'<g class="{color}">{sign}</g>')
             parts.append(text(x + 20, top + 12, words, "key"))
             x += 32 + width_of(words)
-        top += 36 if x > 4 else 18  # the name of the upright axis stands above it
+        top += 36 if x > 4 else 18  # room for the name of the vertical axis, which is above it
         parts.append(text(4, top - 7, self.y))
         body, height = self.plot(lines, top)
         return drawing(parts + body, height, self.title or f"{self.y} over {self.x}")
@@ -201,7 +201,7 @@ class Chart:
 
 
 def placed(label: str, x: float, y: float, bottom: float, taken: list) -> list[str]:
-    """A label beside a point, where no other label or point is."""
+    """Place a label beside a point so that it overlaps no other label or point; return [] if there is no room."""
     wide = width_of(label)
     for left, base in ((x + 6, y - 5), (x - wide - 6, y - 5), (x + 6, y + 13), (x - wide - 6, y + 13)):
         right, top, low = left + wide, base - 10, base + 3
@@ -219,14 +219,14 @@ def box(color: str, x: float, y: float, wide: float, high: float, said: str, str
 
 @dataclass
 class Bars:
-    """A bar for every name, with its value; lying, so that names have room."""
+    """A horizontal bar for every name, with its value; horizontal, so that names have room."""
 
     title: str
     y: str
     values: dict[str, float]
     colors: dict[str, str] = field(default_factory=dict)
     levels: dict[str, float] = field(default_factory=dict)
-    log: bool = False  # where values are of different sizes
+    log: bool = False  # for values of very different sizes
     ends: tuple[float, ...] = ()
 
     def shown(self) -> dict[str, float]:
@@ -263,10 +263,10 @@ class Bars:
 
 @dataclass
 class Matrix:
-    """Values from -1 to 1 of every pair: the stronger the colour, the further from 0."""
+    """Values from -1 to 1 for every pair: the stronger the colour, the further from 0."""
 
     title: str
-    axis: str  # what rows and columns count, from 1
+    axis: str  # name of the items in rows and columns, which are numbered from 1
     values: list[list[float]]
 
     @property
@@ -280,7 +280,7 @@ class Matrix:
             parts += [box(color, 190 + 70 * i, top + 3, 10, 10, words), text(204 + 70 * i, top + 12, words)]
         top, count = top + 22, len(self.values)
         size, left = min(44.0, 290 / count), 40
-        strength = 0.5 if size >= ROOM_FOR_A_VALUE else 1.0  # paler where the value is written on it
+        strength = 0.5 if size >= ROOM_FOR_A_VALUE else 1.0  # paler if the value is written on it
         for i, row in enumerate(self.values):
             for j, value in enumerate(row):
                 said = f"{self.axis} {i + 1} and {j + 1}: {written(value, 3)}"
@@ -298,7 +298,7 @@ class Matrix:
 
 
 def on_one_scale(charts: list) -> list:
-    """Charts or bars of the same quantity, so that they can be compared at sight."""
+    """Give charts or bars of the same quantity the same scale, so that they can be compared, and return them."""
     values = []
     for chart in charts:
         shown = chart.shown()
@@ -309,7 +309,7 @@ def on_one_scale(charts: list) -> list:
 
 
 def stacked(charts: list, columns: int = 1) -> str:
-    """Those that hold something as one SVG, in rows of so many."""
+    """Draw the charts that are not empty as one SVG, in rows of `columns` charts."""
     shown = [chart.svg() for chart in charts if not chart.is_empty]
     parts, top = [], 8.0
     for start in range(0, len(shown), columns):
@@ -327,6 +327,6 @@ def stacked(charts: list, columns: int = 1) -> str:
 
 
 def save_charts(charts: list, path, columns: int = 1):
-    """As one SVG file, in rows of so many."""
+    """Save charts as one SVG file, in rows of `columns` charts."""
     svg = stacked(charts, columns)
-    write_whole(path, svg.encode(errors="replace"))  # names of files may hold bytes that are no text
+    write_whole(path, svg.encode(errors="replace"))  # file names may contain bytes that are not valid text

@@ -1,16 +1,16 @@
-"""The colours of all pages and charts, by day and in the dark, and how a chart is drawn with them.
+"""The colours of all pages and charts, in light and dark mode, and the style rules of charts.
 
-A page puts STYLE in front of its own rules, gives `svg.chart` a width, and writes with the variables: --paper (behind
-the text), --panel (behind a box), --ink, --quiet (less important text), --line (rules and grids), --accent (links),
---c0 to --c7 (names without an order) and --q0 to --q11 (what has an order, such as loops: from few to many). The dark
-follows the reader's system.
+A page puts STYLE before its own rules, sets the width of `svg.chart`, and uses the variables: --paper (background of
+text), --panel (background of a box), --ink, --quiet (less important text), --line (rules and grids), --accent (links),
+--c0 to --c7 (unordered names) and --q0 to --q11 (ordered values such as loops, from few to many). The mode follows the
+reader's system.
 """
 
 NAMED = {
     "light": ["#0b62c4", "#b8420b", "#0a7d55", "#8a3aa8", "#a16a00", "#c2255c", "#0b7285", "#5f5f5f"],
     "dark": ["#6cb2ff", "#ff9d66", "#4fd1a0", "#d59bf0", "#f0c04f", "#ff8fb3", "#5fd0e0", "#b8b8b8"],
 }
-# ever further from the paper, so that the order also reads in grey
+# contrast to the paper increases along each ramp, so that the order is also visible in grey
 RAMP = {
     "light": ["#d08700", "#d9603b", "#b83a6b", "#7d2a86", "#3a1766"],
     "dark": ["#8f6ad0", "#d0608f", "#f0805f", "#f7b24f", "#fff0a0"],
@@ -24,7 +24,7 @@ STEPS = 12
 
 
 def between(stops: list[str], place: float) -> tuple[int, int, int]:
-    """The colour at a place from 0 to 1 on a scale of colours."""
+    """Return the colour at a place from 0 to 1 on a scale of colours."""
     at = place * (len(stops) - 1)
     below = min(int(at), len(stops) - 2)
     pair = [[int(stop[i : i + 2], 16) for i in (1, 3, 5)] for stop in stops[below : below + 2]]

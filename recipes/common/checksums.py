@@ -1,7 +1,7 @@
-"""Checksums of files, so that what a disk has changed is not taken for what was written.
+"""Checksums of files, to detect files that a disk has changed since they were written.
 
-XXH3, 64 bits, as 16 hexadecimal digits: it finds accidents, not forgeries. Measured on one core: 0.14 s for a GB that
-is in memory already, else what the disk takes to read it.
+XXH3, 64 bits, as 16 hexadecimal digits: it detects accidents, not forgeries. Measured on one core: 0.14 s for a GB in
+memory; otherwise the time to read it from the disk.
 """
 
 import json
@@ -14,14 +14,14 @@ import xxhash
 from .files import write_whole
 
 
-LIST = "checksums.json"  # beside the files of a folder
-SEAL = "checksum"  # key of a JSON object that has its own checksum
-SETTINGS = ("config.json", "generation_config.json", "tokenizer_config.json")  # of a saved model, which people edit
+LIST = "checksums.json"  # in the same folder as the files
+SEAL = "checksum"  # key, in a JSON object, of the object's checksum
+SETTINGS = ("config.json", "generation_config.json", "tokenizer_config.json")  # files of a saved model that users edit
 BLOCK = 2**20
 
 
 class Damaged(ValueError):
-    """A file that is not what was written."""
+    """A file differs from what was written."""
 
 
 def checksum(path: str | Path) -> str:
@@ -33,7 +33,8 @@ def checksum(path: str | Path) -> str:
 
 
 def difference(path: Path, size: int, expected: str | None) -> str | None:
-    """How a file differs from what was written; None if it does not. expected: its checksum, None if none was kept."""
+    """Describe how a file differs from what was written; None if it does not. size, expected: its size and checksum
+    when written; expected is None if no checksum was stored."""
     try:
         found = path.stat().st_size
         if found != size:
@@ -47,17 +48,18 @@ def difference(path: Path, size: int, expected: str | None) -> str | None:
     return None
 
 
-# JSON objects with a checksum of their own
+# JSON objects that contain their checksum
 
 
 def sealed(content: dict) -> str:
-    """As JSON, with a checksum of it."""
+    """Return `content` as JSON, with its checksum added."""
     content = json.loads(json.dumps(content, default=str))
     return json.dumps({**content, SEAL: seal_of(content)}, indent=1)
 
 
 def read_sealed(path: str | Path) -> dict:
-    """The object without its checksum; ValueError or OSError if the file is not whole. Older files have none."""
+    """Read an object and check and remove its checksum, which older files lack. Raise ValueError or OSError if the
+    file is damaged."""
     content = json.loads(Path(path).read_text())
     if not isinstance(content, dict):
         raise Damaged(f"{path} holds no object")
@@ -75,8 +77,8 @@ def seal_of(content: dict) -> str:
 
 
 def write_checksums(folder: str | Path, names: Iterable[str] | None = None):
-    """A list of these files; by default of those of a saved model or tokenizer: weights, vocabulary and settings, not
-    code or the model card."""
+    """Write the list of checksums of these files, by default all of a saved model or tokenizer: weights, vocabulary
+    and settings, not code or the model card."""
     if names is None:
         names = sorted(path.name for path in Path(folder).iterdir() if path.suffix not in (".py", ".md"))
     files = {name: checksum(Path(folder) / name) for name in names if name != LIST and (Path(folder) / name).is_file()}
@@ -85,7 +87,7 @@ def write_checksums(folder: str | Path, names: Iterable[str] | None = None):
 
 
 def renew_checksum(folder: str | Path, name: str):
-    """After a file of a folder was changed on purpose; where there is no list none is made."""
+    """Update the checksum of a file that was changed on purpose. Without a list in the folder, do nothing."""
     folder = Path(folder)
     if (folder / LIST).is_file():
         listed = read_sealed(folder / LIST)
@@ -95,7 +97,7 @@ def renew_checksum(folder: str | Path, name: str):
 
 
 def change_of(path: Path) -> str | None:
-    """How a file differs from what the list of checksums beside it says; None if it does not, or is not listed."""
+    """Describe how a file differs from its entry in the list of its folder; None if it does not, or is not listed."""
     if not (path.parent / LIST).is_file():
         return None
     try:
@@ -107,10 +109,10 @@ def change_of(path: Path) -> str | None:
 
 
 def check_folder(folder: str | Path):
-    """An error if a file is not the one that was saved, a warning for settings, which people edit.
+    """Raise an error if a file differs from what was saved; for settings, which users edit, only log a warning.
 
-    Of a folder without a list nothing is known. transformers does not read the list: `from_pretrained` by itself sees
-    no damage that leaves a file readable.
+    A folder without a list is not checked. transformers does not read the list, so `from_pretrained` alone does not
+    notice damage that leaves a file readable.
     """
     folder = Path(folder)
     if not (folder / LIST).is_file():

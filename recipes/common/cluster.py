@@ -1,8 +1,9 @@
-"""What a run asks of many GPUs: time, memory, communication, checkpoints and cost, each number with its formula.
+"""Estimate a run on many GPUs: time, memory, communication, checkpoints and cost, each number with its formula.
 
-Reckoned, not measured. P: parameters; M: those in matrices that Muon moves, by one moment each, where AdamW keeps two;
-T: those that are looked up in tables, not multiplied. Under DDP every GPU holds fp32 weights, gradients and moments,
-under FSDP2 its share of them and, from the forward pass to the end of the backward pass, all weights and gradients.
+The numbers are calculated, not measured. P: parameters; M: parameters in matrices that Muon updates, with one moment
+each instead of AdamW's two; T: parameters in lookup tables, without matrix products. Under DDP every GPU stores fp32
+weights, gradients and moments; under FSDP2 it stores its share of them and, from the forward pass to the end of the
+backward pass, all weights and gradients.
 """
 
 import math
@@ -22,15 +23,15 @@ LOGITS_AT_ONCE = 3 * 4 * 2**25  # bytes: logits, probabilities and gradients of 
 
 @dataclass(frozen=True)
 class Cluster:
-    """What is assumed of the machines."""
+    """Assumptions about the machines."""
 
     gpus: int
     peak: float = 989e12  # bf16 operations per second of one GPU
     mfu: float = 0.45
     memory: float = 80e9  # bytes of one GPU
     network: float = 50e9  # bytes per second of one GPU in each direction
-    disk: float = 5e9  # bytes per second of the folder that all see
-    dollars: float = 2.5  # of a GPU for an hour
+    disk: float = 5e9  # bytes per second of the shared folder
+    dollars: float = 2.5  # price of one GPU hour
 
 
 class Line(NamedTuple):
@@ -41,7 +42,7 @@ class Line(NamedTuple):
 
 @dataclass(frozen=True)
 class Run:
-    """What is to be trained, and how."""
+    """The model to train, and its training settings."""
 
     config: Any
     sizes: Sizes
@@ -50,7 +51,7 @@ class Run:
     rows_per_step: int
     micro_batch: int
     length: int
-    kept: float  # bytes of the activations that a token leaves
+    kept: float  # bytes of activations per token that are kept for the backward pass
     save_every: int
     muon: bool
 
@@ -61,14 +62,14 @@ def cluster_plan(cluster: Cluster, run: Run) -> list[Line]:
 
 
 class Reckoned:
-    """Seconds and bytes of a run on a cluster."""
+    """Calculates seconds and bytes of a run on a cluster."""
 
     def __init__(self, cluster: Cluster, run: Run):
         self.cluster, self.run = cluster, run
         p, gpus, rate = run.sizes.total, cluster.gpus, cluster.peak * cluster.mfu
         self.rows = run.rows_per_step / gpus
         self.micro = min(run.micro_batch, self.rows)
-        # of a step
+        # per step
         shapes = muon_shapes(run.config) if run.muon else []
         self.muon_size, self.muon_flops = sum(rows * columns for rows, columns in shapes), muon_flops(shapes, gpus)
         self.sent = 2 * self.muon_size * (gpus - 1) / gpus
@@ -79,7 +80,7 @@ class Reckoned:
         self.moved = 2 * 4 * p * (gpus - 1) / gpus
         self.traffic = self.moved / cluster.network
         self.step = self.compute + self.muon
-        # of memory and disk
+        # memory and disk
         self.state, self.checkpoint = 16 * p - 4 * self.muon_size, 12 * p - 4 * self.muon_size
         self.sharded = self.state / gpus + 8 * p
         self.multiplied = run.sizes.without_embedding - run.sizes.value_tables
@@ -89,11 +90,11 @@ class Reckoned:
         self.saving = self.checkpoint / cluster.disk
 
     def fits(self, micro: float) -> bool:
-        """Whether a GPU has memory for so many rows at a time, under FSDP2."""
+        """Return whether a GPU has memory for a micro batch of `micro` rows under FSDP2."""
         return self.sharded + self.passing + self.row * (micro - self.micro) <= self.cluster.memory
 
     def hours(self, traffic: float) -> float:
-        """traffic: seconds of a step for which the GPUs wait."""
+        """Return the hours of the run. traffic: seconds per step in which the GPUs wait for communication."""
         return self.run.steps * (self.step + traffic + self.saving / self.run.save_every) / 3600
 
 
@@ -164,7 +165,7 @@ def lines_of_memory(reckoned: Reckoned) -> list[Line]:
 
 
 def advice_of_memory(reckoned: Reckoned) -> str:
-    """What to set so that a step fits into a GPU under FSDP2."""
+    """Advise on settings with which a step fits into a GPU under FSDP2."""
     halves = [reckoned.micro / 2**i for i in range(1, 10)]
     rows = next((int(micro) for micro in halves if micro >= 1 and reckoned.fits(micro)), None)
     fewer = [] if rows is None else [f"training.micro_batch_size={rows}"]
@@ -201,12 +202,12 @@ def lines_of_the_run(reckoned: Reckoned) -> list[Line]:
 
 
 def least_between(saving: float, step: float) -> int:
-    """Steps between checkpoints that take a hundredth of the time."""
+    """Return the least number of steps between checkpoints so that saving takes at most 1 % of the time."""
     return math.ceil(99 * saving / step)
 
 
 def muon_shapes(config) -> list[tuple[int, int]]:
-    """(rows, columns) of every matrix of a block, the smaller first."""
+    """Return the two sizes of every matrix of the blocks, the smaller first."""
     with torch.device("meta"):
         trunk = LoopedForCausalLM(config).model
     sections = (trunk.prelude, trunk.core, trunk.coda)
@@ -215,6 +216,7 @@ def muon_shapes(config) -> list[tuple[int, int]]:
 
 
 def muon_flops(shapes: list[tuple[int, int]], gpus: int = 1) -> float:
-    """Of the five iterations, one after the other: of as many matrices as there are GPUs, each takes one."""
+    """Return the operations of Muon's five iterations on the critical path: `gpus` matrices are processed at a time,
+    one per GPU, and the largest of them counts."""
     of_matrices = [5.0 * (4 * r * r * c + 2 * r**3) for r, c in shapes]
     return sum(max(of_matrices[i : i + gpus]) for i in range(0, len(of_matrices), gpus))

@@ -1,7 +1,7 @@
-"""How every command reads its options and reports its errors.
+"""Option parsing and error reports of all commands.
 
-`--help` and wrong options are answered before anything is imported that takes seconds: this file, and those with the
-options of commands, import neither torch nor what does.
+`--help` and wrong options are answered before slow imports: this file and the files with the options of commands
+import neither torch nor modules that import it.
 """
 
 import argparse
@@ -20,29 +20,30 @@ from .commands import COMMANDS
 from .errors import CommandError
 
 
-PROGRAM: str | None = None  # `looped NAME`, if that started this process
-# seconds that the other processes of a launch wait after an error: a launcher that sees one of them end kills the
-# rest, also the one that is about to print the message
+PROGRAM: str | None = None  # `looped NAME`, if that command started this process
+# seconds that the other processes of a launch wait after an error: when one of them ends, the launcher kills the rest,
+# which may include the process that is about to print the message
 UNTIL_ENDED = 30
-INTERRUPTED = 128 + 2  # the status of a process that Ctrl-C ended
-TRACEBACK = "LOOPED_TRACEBACK"  # set to 1, an environment variable that shows where an error came from
+INTERRUPTED = 128 + 2  # exit status after Ctrl-C
+TRACEBACK = "LOOPED_TRACEBACK"  # environment variable: if set to 1, errors are shown with their traceback
 
 
 def program_of(module: str) -> str:
-    """What is typed for a module: `looped sweep` for recipes.sweep, or else the module of the installed package."""
+    """Return the command that runs a module: `looped sweep` for recipes.sweep, else `python -m` with the module of the
+    installed package."""
     commands = {place: f"looped {name}" for name, (place, _) in COMMANDS.items()}
     return commands.get(f"looped_{module}", f"python -m looped_{module}")
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Advice on a name that is not known; what begins with _ is for the program itself."""
+    """Return advice on an unknown name. Known names that begin with _ are internal and are not suggested."""
     known = [each for each in known if not each.startswith("_")]
     close = difflib.get_close_matches(name, known, n=1)
     return f"did you mean {close[0]!r}?" if close else f"choose one of {', '.join(known)}"
 
 
 class OneLineErrors(argparse.ArgumentParser):
-    def _check_value(self, action, value):  # argparse names all that there are
+    def _check_value(self, action, value):  # argparse would list all choices
         if action.choices is not None and value not in action.choices:
             advice = did_you_mean(str(value), map(str, action.choices))
             raise argparse.ArgumentError(action, f"there is no {value!r}; {advice}")
@@ -57,9 +58,9 @@ class OneLineErrors(argparse.ArgumentParser):
 
 
 class Parser(OneLineErrors):
-    """Options have hyphens; underscores are taken for them, and so are former names, `renamed`.
+    """Parser of a command. Options have hyphens; underscores and former names (`renamed`) are accepted too.
 
-    The result has `command`, what was typed, and, with `add_device`, a `device` that is there.
+    The result has the field `command`, the command line as typed, and after `add_device` an available `device`.
     """
 
     def __init__(self, module: str, description: str, renamed: dict[str, str] | None = None):
@@ -69,7 +70,7 @@ class Parser(OneLineErrors):
 
     def add_argument(self, *args, **kwargs):
         if kwargs.get("nargs") == "*" and not args[0].startswith("-"):
-            kwargs.setdefault("default", [])  # else argparse tells who left out another one that this is required too
+            kwargs.setdefault("default", [])  # else argparse also reports this one as required if another is missing
         return super().add_argument(*args, **kwargs)
 
     def add_device(self):
@@ -96,7 +97,7 @@ class Parser(OneLineErrors):
 
 
 def tell_default(action: argparse.Action):
-    """At the end of its help, where that does not say it."""
+    """Append the default of an option to its help text, unless the text mentions a default."""
     default = action.default
     if default is None or default is argparse.SUPPRESS or isinstance(default, bool) or default in ("", [], ()):
         return
@@ -109,8 +110,8 @@ def as_typed(default) -> str:
 
 
 def device_of(name: str | None) -> str:
-    """The device of that name, if it is there; without a name, a GPU if there is one. Of several GPUs, the one that is
-    named is from then on the current one, which clocks and counters of memory are asked of."""
+    """Check that the named device exists and return it; without a name, a GPU if there is one, else the CPU. A GPU
+    named by its number becomes torch's current device, on which timers and memory counters work."""
     import torch
 
     if name is None:
@@ -126,14 +127,15 @@ def device_of(name: str | None) -> str:
 
 
 def print_help(arguments: list[str], text: str | Callable[[], str], least: int = 1):
-    """The help of a command that takes a recipe and section.key=value, and no options."""
+    """Print the help of a command without options, whose arguments are a recipe and section.key=value, and exit, if
+    --help is an argument or there are fewer than `least` arguments."""
     if len(arguments) < least or {"-h", "--help"} & set(arguments):
         print(text if isinstance(text, str) else text())
         raise SystemExit(0 if arguments else 2)
 
 
 def say_result(found: str, *then: str):
-    """The end of a command: what it found, and what may be typed next."""
+    """Print the result at the end of a command, and commands that the user may run next."""
     print(f"\n{found}")
     say_next(*then)
 
@@ -144,12 +146,12 @@ def say_next(*commands: str):
 
 
 def typed(command: str, *words) -> str:
-    """What may be typed, also where one of the words, such as a path, has a space."""
+    """Return a command line, with quotes around words that need them, such as paths with spaces."""
     return " ".join([command, *(shlex.quote(str(word)) for word in words)])
 
 
 def parse_depths(num_loops) -> list[int]:
-    """4, "1,2,8", "1+2+8", "1..8" or a list of these, as increasing depths."""
+    """Parse 4, "1,2,8", "1+2+8", "1..8" or a list of these into increasing depths."""
     depths = set()
     for part in num_loops if isinstance(num_loops, (list, tuple)) else re.split(r"[,+]", str(num_loops)):
         ends = re.fullmatch(r"\s*(\d+)(?:\.\.(\d+))?\s*", str(part))
@@ -161,7 +163,7 @@ def parse_depths(num_loops) -> list[int]:
 
 
 class Depths(argparse.Action):
-    """The action of an option that takes several depths: 1 2 4, or 1,2,4, or 1..4."""
+    """Argparse action of an option with several depths: 1 2 4, or 1,2,4, or 1..4."""
 
     def __call__(self, parser, namespace, values, option_string=None):
         try:
@@ -171,19 +173,19 @@ class Depths(argparse.Action):
 
 
 def names(text: str) -> list[str]:
-    """The type of an option: names with commas between them."""
+    """Argparse type: a list of names separated by commas."""
     return text.split(",")
 
 
 def check_counts(args: argparse.Namespace, names: Iterable[str]):
-    """Options that count something, if they are given."""
+    """Raise an error if one of these options is set to less than 1."""
     for name in names:
         if (value := getattr(args, name)) is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
 
 
 def folder(text: str) -> Path:
-    """The type of an option: a folder to write to. A file in its place is refused now, not after all was measured."""
+    """Argparse type: a folder to write to. A file of that name is refused before the work, not after it."""
     path = Path(text)
     for place in (path, *path.parents):
         if place.exists() and not place.is_dir():
@@ -192,10 +194,10 @@ def folder(text: str) -> Path:
 
 
 def run_command(main: Callable | str, parse: Callable | None = None):
-    """Run a command and end the process with its status. An error that the user can mend is printed in one line.
+    """Run a command and end the process with its status. An error that the user can fix is printed in one line.
 
-    main: a function of the arguments, or the name of the module that has a `main`, which is imported after `parse`, if
-    it is given, has accepted the arguments.
+    main: a function of the arguments, or the name of a module with a function `main`. The module is imported after
+    `parse`, if set, has accepted the arguments.
     """
     end_on_sigterm()
     try:
@@ -204,7 +206,7 @@ def run_command(main: Callable | str, parse: Callable | None = None):
         status = (import_module(main).main if isinstance(main, str) else main)(sys.argv[1:])
     except KeyboardInterrupt:
         raise SystemExit(INTERRUPTED) from None
-    except BrokenPipeError:  # who reads the output has enough of it
+    except BrokenPipeError:  # the reader of the output has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(0) from None
     except (ValueError, OSError, ImportError, RuntimeError) as error:
@@ -219,18 +221,17 @@ def run_command(main: Callable | str, parse: Callable | None = None):
 
 
 def end_on_sigterm():
-    """Turn SIGTERM into an exception, so that a command ends the processes that it started and removes its temporary
-    folders."""
+    """Turn SIGTERM into an exception, so that a command can end its subprocesses and remove its temporary folders."""
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
 
 
 def told(error: Exception) -> str | None:
-    """One line about an error that the user can mend; None for a mistake of ours."""
+    """Return one line about an error that the user can fix; None for a bug in this program."""
     said = " ".join(str(error).split("\n")) if str(error) else "no further reason"
     if isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith(("modeling_looped", "looped_")):
         return f"{error.name} is not installed: pip install 'modeling-looped[train,eval]'"
-    if type(error).__name__ == "OutOfMemoryError":  # of torch, on every kind of device
+    if type(error).__name__ == "OutOfMemoryError":  # torch's class, for every type of device
         return f"{said.partition('. ')[0]}: use a smaller batch, or fewer and shorter rows"
     if isinstance(error, (ValueError, OSError, CommandError)) or type(error) is ImportError and error.name is None:
         return f"{type(error).__name__}: {said}"
@@ -238,8 +239,8 @@ def told(error: Exception) -> str | None:
 
 
 def speaks_for_all() -> bool:
-    """Whether this process of a launch prints the error: until the processes are connected, all meet the same one and
-    rank 0 prints it; after that, `peers.one_message` has chosen who does."""
+    """Return whether this process of a launch prints the error. Before the processes are connected, all get the same
+    error and rank 0 prints it; later, `peers.one_message` has chosen the process."""
     distributed = sys.modules.get("torch.distributed")
     knows_others = distributed is not None and distributed.is_available() and distributed.is_initialized()
     return knows_others or os.environ.get("RANK", "0") == "0"

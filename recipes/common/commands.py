@@ -1,4 +1,4 @@
-"""All that `looped` starts, by name: the module of each, and what it does."""
+"""The commands of `looped`, by name: the module of each, and a description."""
 
 COMMANDS = {
     "demo": ("looped_recipes.demo", "what loops are for, in five minutes: three small models, and a page of them"),

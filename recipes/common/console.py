@@ -1,4 +1,4 @@
-"""`looped`: training and evaluation by one command, from any folder."""
+"""The command `looped`: training and evaluation from any folder."""
 
 import runpy
 import sys
@@ -9,7 +9,7 @@ from looped_recipes.common.commands import COMMANDS, GROUPS
 
 
 def overview() -> str:
-    """A group goes from its first command to the next group's."""
+    """Return the list of commands. A group begins at its first command and ends before the next group."""
     lines = ["usage: looped COMMAND [options]"]
     for name, (_, about) in COMMANDS.items():
         lines += ["", GROUPS[name]] if name in GROUPS else []

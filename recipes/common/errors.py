@@ -2,4 +2,4 @@
 
 
 class CommandError(RuntimeError):
-    """What a run met and the user can mend, without being wrong in what was asked."""
+    """An error during a run that the user can fix, not caused by a wrong option or setting."""

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, whatever stops the writing."""
+"""Write files completely or not at all, even if the writing is interrupted."""
 
 import contextlib
 import os
@@ -9,17 +9,18 @@ from pathlib import Path
 from typing import BinaryIO
 
 
-LEFTOVERS = ("*.tmp", ".saving-*", ".deleting-*")  # of writers that were killed
+LEFTOVERS = ("*.tmp", ".saving-*", ".deleting-*")  # left by writers that were killed
 
 
 def write_whole(path: str | Path, content: bytes | str | Callable[[BinaryIO], object]):
-    """Write bytes, text, or what a function writes, with its folders; on the disk when this returns."""
+    """Write bytes, text, or the output of a function to a file, and make missing folders. The data are on the disk
+    when this returns."""
     path = Path(path)
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a folder: name a file, such as one in it")
     check_writable(path.parent)
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.{os.getpid()}.tmp")  # of this process: another one may write the same
+    partial = path.with_name(f"{path.name}.{os.getpid()}.tmp")  # another process may write the same file
     try:
         with open(partial, "wb") as file:
             if callable(content):
@@ -33,24 +34,24 @@ def write_whole(path: str | Path, content: bytes | str | Callable[[BinaryIO], ob
         with contextlib.suppress(OSError):
             partial.unlink()
         raise
-    sync(path.parent)  # the names of its files are on the disk, too
+    sync(path.parent)  # puts the file's name on the disk, too
 
 
 def nearest_existing(path: Path) -> Path:
-    """`path`, or the nearest folder above it that is there."""
+    """Return `path`, or the nearest folder above it that exists."""
     while not os.path.lexists(path) and path != path.parent:
         path = path.parent
     return path
 
 
 def is_foreign(folder: Path) -> bool:
-    """Whether something lies there that is not a saved model."""
+    """Return whether the path exists and is neither an empty folder nor a saved model."""
     is_there = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
     return is_there and not (folder / "config.json").exists()
 
 
 def check_writable(folder: Path):
-    """Before hours of work, too."""
+    """Raise an error if a folder is not writable; also called before hours of work."""
     there = nearest_existing(folder.absolute())
     if there.is_dir() and not os.access(there, os.W_OK):
         raise PermissionError(
@@ -71,14 +72,15 @@ def save_tokenizer(tokenizer, folder: Path):
 
 
 def lines_of(path: str | Path) -> Iterator[str]:
-    """The lines of a file of JSON: `str.splitlines` would part them at U+2028, U+0085 and others inside of texts."""
+    """Yield the lines of a JSON lines file. `str.splitlines` would also split at U+2028, U+0085 and other characters
+    inside texts."""
     with open(path, encoding="utf-8") as file:
         for line in file:
             yield line.rstrip("\n")
 
 
 def append_line(path: str | Path, line: str):
-    """One more line, on the disk when this returns."""
+    """Append a line to a file. It is on the disk when this returns."""
     with open(path, "a") as file:
         file.write(line + "\n")
         file.flush()
@@ -86,7 +88,7 @@ def append_line(path: str | Path, line: str):
 
 
 def sync_all(folder: str | Path):
-    """Everything in a folder is on the disk, whoever wrote it."""
+    """Force all content of a folder to the disk, whichever library wrote it."""
     for inner, _, names in os.walk(folder):
         for name in names:
             sync(Path(inner) / name)
@@ -94,7 +96,7 @@ def sync_all(folder: str | Path):
 
 
 def sync(path: str | Path):
-    """A file's content, or the names in a folder, are on the disk."""
+    """Force a file's content, or the names in a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -103,7 +105,7 @@ def sync(path: str | Path):
 
 
 def remove(path: str | Path):
-    """Remove a file, a folder or a link. The target of a link stays: parts of runs may lie on other disks."""
+    """Remove a file, a folder or a link. The target of a link is kept: parts of runs may be on other disks."""
     path = Path(path)
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
@@ -112,6 +114,6 @@ def remove(path: str | Path):
 
 
 def remove_leftovers(folder: str | Path):
-    """What killed writers left in a folder that nobody else writes to now."""
+    """Remove files left by killed writers from a folder to which no other process writes now."""
     for leftover in [path for pattern in LEFTOVERS for path in Path(folder).glob(pattern)]:
         remove(leftover)

@@ -1,15 +1,16 @@
 """Parameters and floating-point operations, by the papers' formulas (Parcae, appendix D).
 
 Training costs C = (2 N1 + 6 N2) D for D tokens: N1 parameters are applied without gradients (the loops before the last
-`backprop_loops`), N2 with; a layer that is looped n times counts n times. The token embedding is left out, the
-unembedding is in. Attention adds 4 * width * keys per token and layer for the forward pass, 12 with the backward pass.
+`backprop_loops`), N2 with gradients; a layer that is looped n times counts n times. The token embedding is excluded,
+the unembedding is included. Attention adds 4 * width * keys per token and layer for the forward pass, and three times
+as much with the backward pass.
 
-Tables of value embeddings are counted in two ways, and which one is meant is always said:
-- operations leave them out, like every lookup: `training_flops_per_token(value_tables=False)`. With the best depths of
-  Parcae's table 6, only this gives its exponent of the best tokens, 0.78.
-- effective parameters N(mu) count each table once: `effective_parameters(value_tables=True)`. The paper does not say
-  so. With them, the coefficients of table 11 predict the losses of table 5 to 0.9 % and 0.2 %, without to 2.8 % and
-  1.4 %, where the paper says 1.3 % and 0.8 %; and their best depths are nearer to those of table 6.
+Tables of value embeddings are counted in two ways, chosen by an argument:
+- operations exclude them, like every lookup: `training_flops_per_token(value_tables=False)`. With the best depths of
+  Parcae's table 6, only this choice reproduces its exponent of the best number of tokens, 0.78.
+- effective parameters N(mu) count each table once: `effective_parameters(value_tables=True)`. The paper does not state
+  this. With the tables, the coefficients of table 11 predict the losses of table 5 to 0.9 % and 0.2 %, without them to
+  2.8 % and 1.4 %; the paper reports 1.3 % and 0.8 %. The best depths are also nearer to those of table 6.
 """
 
 import math
@@ -24,28 +25,28 @@ from modeling_looped.losses import start_of_last_third
 
 @dataclass(frozen=True)
 class Sizes:
-    """Parameter counts by where they are applied."""
+    """Parameter counts by the place where the parameters are applied."""
 
     total: int
-    embedding: int  # lookups, no matrix product
-    value_tables: int  # likewise, of value embeddings
-    outer: int  # prelude and its norm: once
-    core: int  # core and injection: once per loop; of what loops have of their own, one loop's
-    core_keys: int  # of these, what makes keys and values: once per loop that has its own
-    coda: int  # coda and what leads into it: once per readout
+    embedding: int  # token embedding: lookups, no matrix product
+    value_tables: int  # value embeddings: lookups too
+    outer: int  # prelude and its norm: applied once
+    core: int  # core and injection: once per loop; of per-loop parameter sets, one set
+    core_keys: int  # the part of `core` that makes keys and values: once per loop that computes them
+    coda: int  # coda and the projection before it: once per readout
     head: int  # norm and unembedding: once per readout
-    without_embedding: int  # a tied embedding stays, as the head
+    without_embedding: int  # total without the embedding; a tied embedding counts as the head
 
 
 def count_in_a_loop(core) -> int:
-    """What one loop applies to each token: one set of parameters that loops have of their own, and not what makes
-    factors of an embedding of the time, once for a sequence."""
+    """Count the parameters that one loop applies to each token: one of the per-loop parameter sets, and no modulation,
+    which makes factors from an embedding of the time once per sequence."""
     others = sum(p.numel() - p[0].numel() for p in parameters_by_loop(core))
     return count(core) - others - sum(count(block.modulation) for block in core)
 
 
 def count_of_keys(core) -> int:
-    """What one loop that computes keys and values applies to each token for them."""
+    """Count the parameters that a loop applies to each token to compute keys and values."""
     names = ("kv_down_proj", "k_proj", "v_proj", "value_gate")
     layers = [getattr(block.self_attn, name, None) for block in core for name in names]
     deltas = [block.self_attn.loop_deltas.of(name) for block in core if block.self_attn.loop_deltas for name in names]
@@ -60,7 +61,7 @@ def count(module) -> int:
 
 
 def sizes(config) -> Sizes:
-    """Of a model that is built on the meta device, once for each config."""
+    """Return the sizes of a model, which is built on the meta device, once for each config."""
     key = config.to_json_string()
     if key not in KNOWN:
         KNOWN[key] = sizes_of_new_model(config)
@@ -86,7 +87,7 @@ def sizes_of_new_model(config) -> Sizes:
 
 
 def attention_flops(config, layers: str, length: int) -> int:
-    """Forward operations of one token in the attention products of a section's layers."""
+    """Return the forward operations per token in the attention products of a section's layers."""
     types = dict(zip(("prelude", "core", "coda"), config.section_layer_types()))[layers]
     width = config.block_sizes(layers).num_attention_heads * config.head_dim
     keys = (min(length, config.sliding_window) if kind == "sliding_attention" else length for kind in types)
@@ -94,13 +95,13 @@ def attention_flops(config, layers: str, length: int) -> int:
 
 
 def loops_without_keys(config, depth: float) -> float:
-    """Of so many loops, or of a mean number of them, those that read keys and values of others."""
+    """Return how many of `depth` loops (or of a mean depth) reuse keys and values of other loops."""
     most = math.inf if config.num_key_value_loops is None else config.num_key_value_loops
     return max(0, depth - min(math.ceil(depth / config.key_value_interval), most))
 
 
 def cache_numbers_per_token(config, num_loops: int | None = None) -> int:
-    """Numbers that a cache holds of one token: keys and values of all heads, of every slot."""
+    """Return how many numbers a cache stores per token: keys and values of all heads in every slot."""
     stored = config.num_stored_loops(config.num_loops if num_loops is None else num_loops)
     core = config.num_core_layers * stored * config.block_sizes("core").num_key_value_heads
     outer = (config.num_prelude_layers + config.num_coda_layers) * config.num_key_value_heads
@@ -115,15 +116,15 @@ def training_flops_per_token(
     value_tables: bool = False,
     only_gate: bool = False,
 ) -> float:
-    """`depth` and `backprop_loops` may be means of what is drawn.
+    """Return the training operations per token. `depth` and `backprop_loops` may be means of sampled values.
 
-    value_tables: count 6 for each of their parameters, as if they were multiplied once.
-    only_gate: nothing but the exit gate is trained, so that nothing goes back through the model.
+    value_tables: count 6 operations for each of their parameters, as if they were multiplied once.
+    only_gate: only the exit gate is trained, so that there is no backward pass through the model.
     """
     n = sizes(config)
     only_gate = only_gate or config.loop_loss == "gate"
     with_gradient = 0 if only_gate else depth if backprop_loops is None else min(backprop_loops, depth)
-    times = 1 if only_gate else 3  # the operations of a forward pass
+    times = 1 if only_gate else 3  # cost in forward passes: 3 with the backward pass
     codas = 1 if config.loop_loss == "terminal" else depth
     heads = {"exit_weighted_logits": 1, "last_third": depth - start_of_last_third(depth)}.get(config.loop_loss, codas)
     once = times * (2 * (n.outer + value_tables * n.value_tables) + attention_flops(config, "prelude", length))
@@ -136,9 +137,9 @@ def training_flops_per_token(
 
 
 def effective_parameters(config, depth: float, value_tables: bool = True) -> float:
-    """N of a model whose loops are unrolled to `depth`: without the embedding, with the unembedding.
+    """Return N of a model with its loops unrolled to `depth`: without the embedding, with the unembedding.
 
-    value_tables: count each of them once, also that of a looped layer.
+    value_tables: count each table once, also that of a looped layer.
     """
     n = sizes(config)
     looped = depth * n.core - loops_without_keys(config, depth) * n.core_keys

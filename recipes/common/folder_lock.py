@@ -9,8 +9,8 @@ from filelock import FileLock, Timeout
 
 @contextmanager
 def exclusive(folder: Path, when_taken: Callable[[FileLock], None]):
-    """Hold the lock of a folder. when_taken: called if another process has it; waits for the lock, or raises. The
-    operating system frees the lock of a process that was killed."""
+    """Lock a folder inside this context. when_taken: called if another process has the lock; it must wait for the lock
+    or raise. The operating system frees the lock of a process that was killed."""
     lock = FileLock(folder / ".lock")
     try:
         lock.acquire(timeout=0)

@@ -1,4 +1,4 @@
-"""Floating-point operations per second of a device, known or measured, against which utilisation is reported."""
+"""Known or measured floating-point operations per second of a device, the reference for utilisation."""
 
 import re
 import time
@@ -6,7 +6,7 @@ import time
 import torch
 
 
-PEAK_FLOPS = {  # in 16 bits, by words of a GPU's name
+PEAK_FLOPS = {  # for 16-bit types, by words in a GPU's name
     "H100 PCIe": 756e12,
     "H100 NVL": 835e12,
     "H100": 989e12,
@@ -20,13 +20,13 @@ PEAK_FLOPS = {  # in 16 bits, by words of a GPU's name
 
 
 def reference_rate(accelerator) -> float:
-    """The rate of this process's device in the precision of its launch."""
+    """Return the rate of this process's device in the precision of its launch."""
     halves = {"bf16": torch.bfloat16, "fp16": torch.float16}
     return device_rate(accelerator.device, halves.get(accelerator.mixed_precision, torch.float32))
 
 
 def device_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Floating-point operations per second of one device: the maker's bf16 figure for known GPUs, else measured."""
+    """Return the operations per second of one device: the maker's bf16 figure for known GPUs, else measured."""
     if device.type == "cpu":
         return measured_rate(device, dtype)
     known = known_rate(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
@@ -39,7 +39,7 @@ def known_rate(name: str) -> float | None:
 
 
 def measured_rate(device, dtype: torch.dtype, size: int = 1024, repeats: int = 4) -> float:
-    """Floating-point operations per second of a matrix product."""
+    """Measure the floating-point operations per second of a matrix product, as the best of `repeats`."""
     a = torch.randn(size, size, device=device, dtype=dtype)
     best = float("inf")
     for _ in range(repeats):

@@ -1,5 +1,5 @@
-"""What the name of a model stands for: a folder, a training run, here or of papers' own codes, or a repository, if the
-Hub can be asked for it."""
+"""Resolve the name of a model: a folder, a training run of this code or of a paper's code, or a repository on the Hub,
+if the Hub is reachable."""
 
 from pathlib import Path
 from urllib.error import HTTPError
@@ -12,7 +12,8 @@ SECONDS = 10
 
 
 def model_inside(target: str) -> str:
-    """The saved model of a training run, if `target` is the folder of one; else `target`, as a name on the Hub."""
+    """Return the saved model of a training run, if `target` is the folder of a run; else `target`, which may be a name
+    on the Hub."""
     path = Path(target)
     is_run = not (path / "config.json").is_file() and (path / "final" / "config.json").is_file()
     return str(path / "final") if is_run else target
@@ -29,7 +30,7 @@ def file_of_readout(source: str | Path) -> Path | None:
 
 
 def files_of_fully_looped(source: str | Path) -> tuple[Path, Path] | None:
-    """The tensors and the settings of a step."""
+    """Return the files with the tensors and the settings of the newest step; None if there are none."""
     path = Path(source)
     steps = [path] if path.suffix == ".pt" else sorted(path.glob("model_*.pt"))
     for step in reversed(steps):
@@ -40,7 +41,8 @@ def files_of_fully_looped(source: str | Path) -> tuple[Path, Path] | None:
 
 
 def check_source(name: str):
-    """name: of a folder, or of a repository. One try: where the Hub does not answer, its client tries for a minute."""
+    """Raise an error if there is neither a folder `name` nor a reachable Hub. The Hub is tried only once: its client
+    would keep trying for a minute."""
     if Path(name).is_dir() or is_offline_mode():
         return
     if name.count("/") != 1 or name.startswith((".", "/", "~")):
@@ -48,7 +50,7 @@ def check_source(name: str):
     try:
         urlopen(Request(constants.ENDPOINT, method="HEAD"), timeout=SECONDS).close()
     except HTTPError:
-        pass  # an answer
+        pass  # the Hub has answered
     except OSError as error:
         raise OSError(
             f"there is no folder {name!r}, and the Hub does not answer ({error}): check the name and the connection, "

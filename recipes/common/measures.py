@@ -1,7 +1,7 @@
 """Norms, gradients and spectra of a model, for the metrics of training and for diagnostics.
 
-Training metrics and diagnostics both call these, so that nothing is computed twice in two ways. States are tensors
-[..., d]; inner products are taken in at least fp32.
+Training metrics and diagnostics both use these functions, so that each quantity has one definition. States are tensors
+[..., d]; inner products are computed in at least fp32.
 """
 
 import math
@@ -14,11 +14,11 @@ from modeling_looped.injection import AddInjection, ConcatInjection, DiagonalInj
 from modeling_looped.tensors import at_least_fp32
 
 
-EXACT_WIDTH = 512  # of a matrix whose spectral radius is watched: at 5,280, its eigenvalues would take minutes
+EXACT_WIDTH = 512  # largest width for exact eigenvalues in training: at 5,280 they would take minutes
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """A sharded tensor put together."""
+    """Return the full tensor of a sharded tensor; other tensors are returned unchanged."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
@@ -26,12 +26,13 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def token_rms(state: torch.Tensor) -> torch.Tensor:
-    """||h|| / sqrt d of every token, in at least fp32."""
+    """Return ||h|| / sqrt d of every token, in at least fp32."""
     return at_least_fp32(state).square().mean(-1).sqrt()
 
 
 def token_correlation(state: torch.Tensor) -> torch.Tensor:
-    """Of the channels of two tokens of a row, in the mean over its pairs, [rows]: 1 where all tokens are alike."""
+    """Return the correlation over channels of two tokens, averaged over all pairs of tokens of a row, [rows]: 1 if all
+    tokens are alike."""
     centred = at_least_fp32(state) - at_least_fp32(state).mean(-1, keepdim=True)
     length = state.shape[1]
     together = torch.nn.functional.normalize(centred, dim=-1).sum(1).square().sum(-1)
@@ -39,17 +40,18 @@ def token_correlation(state: torch.Tensor) -> torch.Tensor:
 
 
 def mean_norm(state: torch.Tensor) -> float:
-    """||h|| averaged over tokens."""
+    """Return ||h|| averaged over tokens."""
     return (token_rms(state).mean() * math.sqrt(state.shape[-1])).item()
 
 
 def residual_norms(loop_hidden_states) -> list[float]:
-    """R = mean over tokens of ||H_k|| / sqrt d, at every loop."""
+    """Return R = mean over tokens of ||H_k|| / sqrt d, for every loop."""
     return [token_rms(state).mean().item() for state in loop_hidden_states]
 
 
 def distribution(values: torch.Tensor) -> dict[str, float]:
-    """Mean, median, p99, maximum and standard deviation of one number per token (readout blind spot, table 10)."""
+    """Return mean, median, p99, maximum and standard deviation of one number per token (readout blind spot, table
+    10)."""
     values = at_least_fp32(values).flatten()
     return {
         "mean": values.mean().item(),
@@ -64,9 +66,9 @@ def distribution(values: torch.Tensor) -> dict[str, float]:
 
 
 def increment_products(states) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and inner products / d of increments d_i = h_i - h_{i-1}, averaged over tokens, both [N, N].
+    """Return cosines and inner products / d of increments d_i = h_i - h_{i-1}, averaged over tokens, both [N, N].
 
-    With h_i = h_{i-1} + eps r_i the second is the workshop paper's eps^2 <r_i, r_j> / d.
+    With h_i = h_{i-1} + eps r_i the inner products are the workshop paper's eps^2 <r_i, r_j> / d.
     """
     wide = [at_least_fp32(state) for state in states]
     increments = torch.stack([after - before for before, after in zip(wide, wide[1:])])
@@ -77,7 +79,7 @@ def increment_products(states) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def update_parts(before: torch.Tensor, after: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The update b = F(H) - H of every token, cut along and across H = s u, |u|_rms = 1 (readout blind spot, lemma 2).
+    """Split each token's update b = F(H) - H along and across H = s u, |u|_rms = 1 (readout blind spot, lemma 2).
 
     b = a_rad u + b_perp, a_rad = <u, b> / d, <u, b_perp> = 0.
     """
@@ -92,7 +94,7 @@ def update_parts(before: torch.Tensor, after: torch.Tensor) -> dict[str, torch.T
         "a_rad": radial,
         "b_perp": token_rms(across),
         "b": token_rms(update),
-        "turn_times_scale": token_rms(turn) * scale,  # |u' - u|_rms s, which lemma 2 says is |b_perp|_rms
+        "turn_times_scale": token_rms(turn) * scale,  # |u' - u|_rms s, by lemma 2 equal to |b_perp|_rms
         "across": across,
     }
 
@@ -101,18 +103,18 @@ def update_parts(before: torch.Tensor, after: torch.Tensor) -> dict[str, torch.T
 
 
 def gradient_norm(module: torch.nn.Module) -> float | None:
-    """Euclidean norm of all gradients of a module; None if it has none."""
+    """Return the Euclidean norm of all gradients of a module; None if it has none."""
     gradients = [p.grad for p in module.parameters() if p.grad is not None]
     return total_norm(gradients).item() if gradients else None
 
 
 def total_norm(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Of all of them together, wherever they lie."""
+    """Return the norm of all tensors together, which may be on different device meshes."""
     return torch.stack([whole(get_total_norm(each)) for each in by_mesh(tensors)]).norm()
 
 
 def by_mesh(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Those that lie on the same processes: an operation over many tensors takes one such list."""
+    """Group tensors by device mesh: one operation over many tensors needs all of them on the same mesh."""
     lists: dict = {}
     for tensor in tensors:
         lists.setdefault(getattr(tensor, "device_mesh", None), []).append(tensor)
@@ -120,7 +122,8 @@ def by_mesh(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
 
 
 def watched_blocks(model) -> dict[str, torch.nn.Module]:
-    """What is watched by its gradient in training: head, embedding, attention and MLP of every layer of the core."""
+    """Return the modules whose gradient norms are logged in training: head, embedding, and attention and MLP of every
+    core layer."""
     blocks = {"lm_head": model.lm_head, "embed_tokens": model.model.embed_tokens}
     for i, layer in enumerate(model.model.core):
         blocks |= {f"core.{i}.self_attn": layer.self_attn, f"core.{i}.mlp": layer.mlp}
@@ -128,14 +131,15 @@ def watched_blocks(model) -> dict[str, torch.nn.Module]:
 
 
 def radial_fraction(gradient: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
-    """|<g, h>| / (||g|| ||h||) of every token whose gradient is not zero."""
+    """Return |<g, h>| / (||g|| ||h||) of every token whose gradient and state are not zero."""
     gradient, state = gradient.double(), state.double()
     norms = gradient.norm(dim=-1) * state.norm(dim=-1)
     return ((gradient * state).sum(-1).abs() / norms)[norms > 0]
 
 
 def oscillation(norms: list[float]) -> float:
-    """Standard deviation of log(g_{t+1} / g_t) over steps: 0 where a gradient norm is steady or grows steadily."""
+    """Return the standard deviation of log(g_{t+1} / g_t) over steps: 0 if a gradient norm is constant or grows at a
+    constant rate."""
     if len(norms) < 3:
         raise ValueError(f"the oscillation of a gradient norm needs at least 3 steps, got {len(norms)}")
     if not all(math.isfinite(norm) and norm > 0 for norm in norms):
@@ -147,7 +151,8 @@ def oscillation(norms: list[float]) -> float:
 
 
 def state_map(injection: torch.nn.Module) -> torch.Tensor | None:
-    """A of the linear map h -> A h + B e, a matrix or, if diagonal, its entries; None where nothing is learned."""
+    """Return A of the linear map h -> A h + B e, as a matrix or, if diagonal, its entries; None if no map is
+    learned."""
     if isinstance(injection, DiagonalInjection):
         return whole(injection.decay_and_step()[0]).detach()
     if isinstance(injection, ConcatInjection):
@@ -157,7 +162,7 @@ def state_map(injection: torch.nn.Module) -> torch.Tensor | None:
 
 
 def input_map(injection: torch.nn.Module) -> torch.Tensor | None:
-    """B of the same map."""
+    """Return B of the linear map h -> A h + B e; None if no map is learned."""
     if isinstance(injection, DiagonalInjection):
         step, weight = whole(injection.decay_and_step()[1]), whole(injection.input_proj.weight)
         return step.detach()[:, None] * at_least_fp32(weight.detach())
@@ -168,7 +173,8 @@ def input_map(injection: torch.nn.Module) -> torch.Tensor | None:
 
 
 def linear_maps(injection: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """A and B, also where they are the identity (Parcae, table 1: addition); None if no linear map meets the state."""
+    """Return A and B, also if they are the identity (Parcae, table 1: addition); None if no linear map is applied to
+    the state."""
     if isinstance(injection, AddInjection):
         return torch.ones(1), torch.ones(1)
     state = state_map(injection)
@@ -176,13 +182,13 @@ def linear_maps(injection: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def largest_eigenvalue(matrix: torch.Tensor) -> float:
-    """Largest |eigenvalue|; a vector stands for a diagonal matrix."""
+    """Return the largest |eigenvalue|; a vector represents a diagonal matrix."""
     return (matrix.abs() if matrix.ndim == 1 else torch.linalg.eigvals(matrix).abs()).max().item()
 
 
 def largest_eigenvalue_by_squaring(matrix: torch.Tensor) -> float:
-    """About the same, by products alone: Gelfand's ||A^n||^(1/n) with n = 2^14, which is too high by (k - 1) ln(n) / n
-    for a Jordan block of k."""
+    """Approximate the largest |eigenvalue| by matrix products: Gelfand's ||A^n||^(1/n) with n = 2^14, which is too
+    high by a fraction (k - 1) ln(n) / n for a Jordan block of size k."""
     norm = matrix.norm()
     power, log = matrix / norm, norm.log()
     for i in range(1, 15):
@@ -195,14 +201,14 @@ def largest_eigenvalue_by_squaring(matrix: torch.Tensor) -> float:
 
 
 def spectral_norm(matrix: torch.Tensor) -> float:
-    """Largest singular value; a vector stands for a diagonal matrix."""
+    """Return the largest singular value; a vector represents a diagonal matrix."""
     return (matrix.abs().max() if matrix.ndim == 1 else torch.linalg.matrix_norm(matrix, 2)).item()
 
 
 def spectral_radius(injection: torch.nn.Module) -> float | None:
-    """Largest |eigenvalue| of the linear map from the old state to the new; None if the injection learns none.
+    """Return the largest |eigenvalue| of the linear map from the old state to the new; None if no map is learned.
 
-    Diagonal: its largest entry. Concat: of the half of W that meets the state; of a wide one within about 0.1 %.
+    Diagonal: the largest entry. Concat: that of the half of W applied to the state, within about 0.1 % if it is wide.
     """
     state = state_map(injection)
     if state is None:
@@ -215,7 +221,7 @@ def spectral_radius(injection: torch.nn.Module) -> float | None:
 
 
 def power_law(x: list[float], y: list[float]) -> dict:
-    """Least squares of log y = slope log x + constant, with the slope's standard error."""
+    """Fit log y = slope log x + constant by least squares, with the standard error of the slope."""
     if len(x) < 3:
         raise ValueError(f"a slope needs at least 3 points, got {len(x)}: {list(x)}")
     if len(set(x)) < 2:

@@ -1,4 +1,4 @@
-"""metrics.jsonl: one JSON object a line, with its step; and the same to trackers."""
+"""metrics.jsonl: one JSON object per line, with its step; trackers get the same values."""
 
 import json
 import re
@@ -15,13 +15,13 @@ class MetricsLog:
         self.path, self.accelerator = Path(path), accelerator
 
     def start(self, step: int, saved: Path | None):
-        """Continue at `step`, on one process: what an interrupted run wrote beyond its checkpoint is written again.
+        """Continue at `step`, on one process: drop records that an interrupted run wrote after its checkpoint.
 
-        saved: the metrics until then, kept with the checkpoint; older checkpoints have none.
+        saved: the metrics up to this step, stored in the checkpoint; older checkpoints lack this file.
         """
         kept = [] if saved is None else read_metrics(saved if saved.is_file() else self.path)
         kept = [record for record in kept if record["step"] < step]
-        (self.path.parent / LIST).unlink(missing_ok=True)  # of a run that was done
+        (self.path.parent / LIST).unlink(missing_ok=True)  # checksums of a finished run
         write_whole(self.path, "".join(json.dumps(record) + "\n" for record in kept))
 
     def write(self, step: int, metrics: dict):
@@ -31,13 +31,13 @@ class MetricsLog:
 
 
 def read_metrics(path: str | Path) -> list[dict]:
-    """The records of a metrics.jsonl."""
+    """Return the records of a metrics.jsonl."""
     return read_lines(path)[0]
 
 
 def read_lines(path: str | Path) -> tuple[list[dict], list[int]]:
-    """Its records, and the numbers of the lines that are none. Such lines are named on standard error, but for a last
-    line that was cut off."""
+    """Return the records, and the numbers of the lines that are no records. Such lines are reported on standard error,
+    except for a last line that was cut off."""
     if not Path(path).exists():
         return [], []
     changed = change_of(Path(path))
@@ -59,7 +59,7 @@ def read_lines(path: str | Path) -> tuple[list[dict], list[int]]:
 
 
 def last_values(records: list[dict]) -> dict:
-    """The last value of each metric, whichever record holds it."""
+    """Return the last value of each metric, from any record."""
     last = {}
     for record in records:
         last.update(record)
@@ -67,17 +67,17 @@ def last_values(records: list[dict]) -> dict:
 
 
 def series(records: list[dict], name: str) -> list[float]:
-    """All values of one metric, as far as they are numbers."""
+    """Return all values of one metric; missing and null values are left out."""
     return [value for record in records if (value := record.get(name)) is not None]
 
 
 def last_validation(records: list[dict], measure: str) -> dict[int, float]:
-    """{depth: value} of the last validation that was logged; measure: loss or bits_per_byte."""
+    """Return {depth: value} of the last logged validation; measure: loss or bits_per_byte."""
     return last_by_number(records, f"validation/{measure}_at_")
 
 
 def last_by_number(records: list[dict], prefix: str) -> dict[int, float]:
-    """{k: value} of the last record that holds `prefix`k, e.g. the loss at every depth."""
+    """Return {k: value} of the last record with fields named `prefix`k, e.g. the loss at every depth."""
     pattern = re.compile(re.escape(prefix) + r"(\d+)$")
     for record in reversed(records):
         found = {int(match[1]): value for key, value in record.items() if (match := pattern.match(key))}
@@ -87,8 +87,8 @@ def last_by_number(records: list[dict], prefix: str) -> dict[int, float]:
 
 
 def depth_of_loss(depths: Iterable[int], num_loops: int) -> int:
-    """Of the depths that were validated, the one whose loss is that of the run: the deepest, but for those deeper than
-    the model."""
+    """Return the validated depth whose loss counts as the loss of the run: the deepest one up to `num_loops`, else the
+    shallowest."""
     depths = sorted(depths)
     return max((depth for depth in depths if depth <= num_loops), default=depths[0])
 

@@ -1,4 +1,4 @@
-"""The learning rate with the least loss, and how far it is determined: a parabola in log2 rate around the minimum."""
+"""The learning rate with the lowest loss and its interval, from a parabola in log2 rate around the minimum."""
 
 import math
 from statistics import fmean
@@ -7,17 +7,17 @@ import numpy as np
 from scipy.stats import t as student
 
 
-REACH = 1.5  # octaves on either side of the best rate that the parabola is fitted to,
-FEWEST = 5  # and so many rates at least, if there are as many
+REACH = 1.5  # the parabola is fitted to rates up to so many octaves from the best one,
+FEWEST = 5  # and to at least so many rates, if there are enough
 
 
 def optimum(rates: list[float], losses: list, level: float = 0.95) -> dict:
-    """`losses` holds, for every rate, one loss or one per seed; a run that diverged is None or no finite number.
+    """Return the best rate. losses: for every rate, one loss or one per seed; None or not finite for a diverged run.
 
-    lr: vertex of the least-squares parabola in log2 rate around the best one; a seed may shift all of its losses.
-    interval: the vertices that a t-test at `level` does not reject (Fieller), hence wider where losses are noisy, or
-    no parabola; it is cut where the grid ends, and left out if it is the whole grid. A rate at which any seed diverged
-    counts as diverged. No lr is given where the best rate is the lowest or highest that trained.
+    lr: vertex of the least-squares parabola in log2 rate around the best rate; each seed has its own offset.
+    interval: the vertices that a t-test at `level` does not reject (Fieller); it is wider if losses are noisy or no
+    parabola. It is cut at the ends of the grid, and left out if it is the whole grid. A rate at which any seed
+    diverged counts as diverged. lr is None if the best rate is the lowest or highest one that trained.
     """
     if not all(0 < rate < math.inf for rate in rates):
         raise ValueError(f"learning rates must be above 0 and finite, got {rates}")
@@ -47,7 +47,7 @@ def optimum(rates: list[float], losses: list, level: float = 0.95) -> dict:
 
 
 def trained(rates: list[float], losses: list) -> list[tuple[float, list[float]]]:
-    """(rate, losses of its seeds) by rate, without rates at which a run diverged."""
+    """Return (rate, losses of its seeds) sorted by rate, without rates at which a run diverged."""
     points = []
     for rate, of_seeds in sorted(zip(rates, losses), key=lambda pair: pair[0]):
         of_seeds = of_seeds if isinstance(of_seeds, (list, tuple)) else [of_seeds]
@@ -68,16 +68,17 @@ def why_at_the_edge(best: float, lowest: bool, rates: list[float]) -> str:
 
 
 def nearest(points: list, best: int) -> list:
-    """The points within REACH of the best; the FEWEST nearest if they are fewer; with one on either side at least."""
+    """Return the points within REACH of the best one, but at least the FEWEST nearest, with one on either side."""
     octaves = [abs(math.log2(rate / points[best][0])) for rate, _ in points]
     order = sorted(range(len(points)), key=lambda i: (abs(i - best) > 1, octaves[i]))
     return [points[i] for i in sorted(i for place, i in enumerate(order) if place < FEWEST or octaves[i] <= REACH)]
 
 
 def parabola(x: np.ndarray, y: np.ndarray):
-    """Least squares of y[i, s] = a_s + b x_i + c x_i^2: (b, c), their covariance, and the degrees of freedom left."""
+    """Fit y[i, s] = a_s + b x_i + c x_i^2 by least squares. Return (b, c), their covariance, and the remaining degrees
+    of freedom."""
     rates, seeds = y.shape
-    design = np.stack([x - x.mean(), x**2 - (x**2).mean()], 1)  # a_s taken out
+    design = np.stack([x - x.mean(), x**2 - (x**2).mean()], 1)  # centred, which removes a_s
     inverse = np.linalg.inv(design.T @ design)
     centred = y - y.mean(0)
     coefficients = inverse @ design.T @ centred.mean(1)
@@ -87,9 +88,9 @@ def parabola(x: np.ndarray, y: np.ndarray):
 
 
 def fieller(slope: float, curvature: float, covariance: np.ndarray, quantile: float):
-    """The v at which |b + 2 c v| <= quantile * its standard error."""
+    """Return the interval of v in which |b + 2 c v| <= quantile * the standard error of b + 2 c v."""
     (bb, bc), (_, cc) = quantile**2 * covariance
-    square = 4 * (curvature**2 - cc)  # of the quadratic in v that must not be positive
+    square = 4 * (curvature**2 - cc)  # coefficient of v^2 in the quadratic that must not be positive
     if square <= 0:
         return -math.inf, math.inf
     half, constant = 2 * (slope * curvature - bc), slope**2 - bb
@@ -98,7 +99,7 @@ def fieller(slope: float, curvature: float, covariance: np.ndarray, quantile: fl
 
 
 def shift(first: dict, other: dict) -> dict:
-    """Octaves from one optimum to another; the interval is that of a difference of two estimates (MOVER)."""
+    """Return the octaves from one optimum to another, with the interval of a difference of two estimates (MOVER)."""
     if not (first.get("lr") and other.get("lr")):
         return {"octaves": None}
     a, b = math.log2(first["lr"]), math.log2(other["lr"])
@@ -112,7 +113,7 @@ def shift(first: dict, other: dict) -> dict:
 
 
 def shifts(optima: dict[str, dict]) -> dict[str, dict]:
-    """How far each optimum is from the first."""
+    """Return the distance of each optimum from the first."""
     first = next(iter(optima.values()))
     return {
         name: {"octaves": 0.0} if one is first and one["lr"] is not None else shift(first, one)
@@ -121,7 +122,7 @@ def shifts(optima: dict[str, dict]) -> dict[str, dict]:
 
 
 def in_words(found: dict) -> str:
-    """An optimum in a line."""
+    """Return a line of text about an optimum."""
     if found["lr"] is None:
         return f"none ({found['why']})"
     if found["interval"] is None:

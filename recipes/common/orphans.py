@@ -1,4 +1,4 @@
-"""Processes that end with the process that started them, so that they do not go on writing after it was killed."""
+"""Let a process end with its parent process, so that it does not go on writing after the parent was killed."""
 
 import os
 import signal
@@ -7,13 +7,13 @@ import time
 from functools import cache
 
 
-INTERVAL = 0.5  # seconds between looks
+INTERVAL = 0.5  # seconds between checks
 
 
 @cache
 def end_with(parent: int):
-    """From now on, send this process SIGTERM once `parent`, which started it, is gone. Cached: called again for the
-    same parent, it starts no second thread."""
+    """Start a thread that sends this process SIGTERM when `parent`, its parent process, has ended. Cached: a second
+    call with the same parent starts no second thread."""
 
     def watch():
         while os.getppid() == parent:

@@ -9,7 +9,7 @@ RARELY = 30  # seconds between lines where there is no terminal
 
 
 class ByLines:
-    """Standard error for tqdm, where each update is a line of its own instead of overwriting the one before."""
+    """Standard error for tqdm, with each update on a separate line instead of overwriting the one before."""
 
     def write(self, text: str):
         if text.strip():
@@ -20,7 +20,7 @@ class ByLines:
 
 
 def progress_bar(*args, **options) -> tqdm:
-    """tqdm's bar on a terminal; where standard error is a file or a pipe, its text as a line every half minute."""
+    """Return tqdm's bar on a terminal; if standard error is a file or a pipe, its text as a line every half minute."""
     if sys.stderr.isatty():
         return tqdm(*args, dynamic_ncols=True, **options)
     return tqdm(*args, file=ByLines(), mininterval=RARELY, maxinterval=RARELY, **options)

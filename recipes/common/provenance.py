@@ -1,4 +1,4 @@
-"""Where a result comes from: each one that is written says which command, commit, versions and hardware made it."""
+"""The origin of a result: every written result contains the command, commit, versions and hardware that made it."""
 
 import importlib.metadata
 import json
@@ -16,11 +16,11 @@ from .words import counted
 
 
 PACKAGES = ("torch", "transformers", "accelerate", "lm_eval", "modeling-looped")
-ROOT = Path(__file__).resolve().parents[2]  # also where the packages are links into a clone
+ROOT = Path(__file__).resolve().parents[2]  # root of the clone, also if the installed packages are links to it
 
 
 def provenance(command: str | None = None) -> dict:
-    """command: what a user typed; by default what started this process."""
+    """Return the origin of a result. command: the command line of the user; by default that of this process."""
     return {
         "command": command or own_command(),
         "commit": commit(),
@@ -39,7 +39,7 @@ def own_command() -> str:
 
 @cache
 def commit() -> str:
-    """The commit of this code, with a plus sign where it was changed since; installed code has none."""
+    """Return the commit of this code, with a plus sign if it was changed since; "unknown" for installed code."""
     if not (ROOT / ".git").exists():
         return "unknown"
     try:
@@ -76,13 +76,14 @@ def hardware() -> str:
 
 
 def write_json(path: str | Path, result: dict, command: str | None = None, digits: int | None = None):
-    """The result after its provenance, one line for each innermost entry. digits: of numbers, matrices to 4."""
+    """Write provenance and result as JSON, one line for each innermost entry. digits: significant digits of numbers;
+    matrices get 4."""
     content = {**provenance(command), **result}
     write_whole(path, compact(finite(content if digits is None else rounded(content, digits))) + "\n")
 
 
 def note_what_is_replaced(path: Path, command: str):
-    """Before the work whose result takes the place of another command's."""
+    """Print a note, before the work begins, if its result will replace the result of another command."""
     try:
         before = json.loads(path.read_text(encoding="utf-8"))["command"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -92,7 +93,7 @@ def note_what_is_replaced(path: Path, command: str):
 
 
 def finite(value):
-    """The same with null for infinities and NaN, which JSON has not, and with keys as text."""
+    """Replace infinities and NaN, which JSON does not have, by None, and convert keys to text."""
     if isinstance(value, dict):
         return {str(key): finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -101,7 +102,7 @@ def finite(value):
 
 
 def rounded(value, digits: int = 6):
-    """To so many significant digits, matrices to 4."""
+    """Round floats to `digits` significant digits, matrices to 4."""
     if isinstance(value, dict):
         return {key: rounded(item, digits) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -110,7 +111,7 @@ def rounded(value, digits: int = 6):
 
 
 def compact(result: dict) -> str:
-    """JSON with one line for each entry that holds no further entries."""
+    """Return JSON with one line for each entry that contains no further dicts."""
     if not any(isinstance(value, dict) for value in result.values()):
         return json.dumps(result, default=str)
     lines = [

@@ -6,12 +6,13 @@ import torch
 
 
 def ratio(sums: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
-    """Total of `sums` [..., rows] over the total of `sizes` [rows]."""
+    """Return the total of `sums` [..., rows] divided by the total of `sizes` [rows]."""
     return sums.sum(-1) / sizes.sum()
 
 
 def standard_error(sums: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
-    """The standard error of that ratio, rows being independent: sqrt(n / (n - 1) sum (s_i - r b_i)^2) / sum b_i."""
+    """Return the standard error of r = `ratio`, for independent rows:
+    sqrt(n / (n - 1) sum (s_i - r b_i)^2) / sum b_i."""
     residual = sums - ratio(sums, sizes)[..., None] * sizes
     n = len(sizes)
     return (residual.square().sum(-1) * (n / (n - 1) if n > 1 else math.nan)).sqrt() / sizes.sum()

@@ -9,7 +9,7 @@ from modeling_looped.tensors import at_least_fp32
 
 
 def token_losses(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """logits [batch, length, vocabulary], targets and losses [batch, length]."""
+    """Return the loss of each token. logits: [batch, length, vocabulary]; targets and losses: [batch, length]."""
     return cross_entropy(at_least_fp32(logits).transpose(1, 2), targets, reduction="none")
 
 
@@ -18,5 +18,5 @@ def perplexity(mean_loss: float) -> float:
 
 
 def next_token_losses(logits: torch.Tensor, input_ids: torch.Tensor) -> torch.Tensor:
-    """The loss of the next token at every position that has one: [batch, length - 1]."""
+    """Return the loss of the next token at every position that has one: [batch, length - 1]."""
     return token_losses(logits[:, :-1], input_ids[:, 1:])

@@ -1,1 +1,1 @@
-"""What a training run is made of."""
+"""The parts of a training run."""

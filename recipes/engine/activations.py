@@ -1,9 +1,9 @@
-"""Which activations are kept for the backward pass, and which are computed again.
+"""Choice of the activations kept for the backward pass; all others are computed again.
 
 True        the input of every block is kept
-loops       the state of every loop is kept: the least memory where a core has several layers
+loops       the state of every loop is kept: the least memory if the core has several layers
 selective   outputs of matrix products and of attention are kept: norms, activations and rotations are computed again
-offload     as true, in the memory of the host
+offload     the same tensors as with True, moved to the memory of the host
 """
 
 from functools import partial
@@ -15,7 +15,7 @@ from looped_recipes.settings.run_checks import check_recomputed
 from modeling_looped import LoopedForCausalLM
 
 
-KEPT = ("mm", "addmm", "bmm", "linear")  # and whatever has attention in its name
+KEPT = ("mm", "addmm", "bmm", "linear")  # operations with "attention" in their name are kept too
 
 
 def keep_fewer_activations(model: LoopedForCausalLM, how: bool | str):
@@ -26,7 +26,7 @@ def keep_fewer_activations(model: LoopedForCausalLM, how: bool | str):
     options = {"use_reentrant": False}
     if how == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, keep_products)
-    # its name from transformers 5.23 on, and before
+    # the first name exists from transformers 5.23 on, the second in older versions
     enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
     enable(options, offload=how == "offload")
 

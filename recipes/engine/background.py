@@ -1,6 +1,6 @@
-"""Work while the training goes on: one piece at a time, in a thread of every process.
+"""Background work during training: one task at a time, in one thread of every process.
 
-The threads of all processes communicate in a group of their own, apart from the training's collectives.
+The threads of all processes communicate in a separate process group, apart from the collectives of the training.
 """
 
 import threading
@@ -16,7 +16,7 @@ class Background:
         self.error: BaseException | None = None
 
     def start(self, work: Callable[[], object]):
-        """Run `work` in a thread, after the work that was started before is done; an error of that is raised here."""
+        """Wait for the previous work, raise its error if it failed, and run `work` in a thread."""
         self.wait()
         self.thread = threading.Thread(target=self.attempt, args=(work,), name="looped-background")
         self.thread.start()
@@ -28,7 +28,7 @@ class Background:
             self.error = error
 
     def wait(self):
-        """Until the work is done; its error is raised here."""
+        """Wait until the work is done, and raise its error if it failed."""
         if self.thread is not None:
             self.thread.join()
             self.thread = None

@@ -1,14 +1,14 @@
-"""Which rows each process takes, so that none waits for the deepest."""
+"""Distribution of rows over processes, so that no process waits long for one with deeper rows."""
 
 from collections.abc import Sequence
 from heapq import heappop, heappush
 
 
 def balanced_ranks(depths: Sequence[int], num_processes: int) -> list[list[int]]:
-    """Which rows each process takes: equally many, and about equally many loops.
+    """Assign rows to processes: each gets the same number of rows and about the same number of loops.
 
-    The deepest row left goes to the process with the fewest loops among those that have room. A process gets its rows
-    deepest first, so that rows of one micro-batch have similar depths, here and on the other processes.
+    The deepest remaining row goes to the process with the fewest loops among those that have room. Each process gets
+    its deepest rows first, so that the rows of a micro-batch have similar depths, also across processes.
     """
     if len(depths) % num_processes:
         raise ValueError(

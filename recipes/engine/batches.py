@@ -1,7 +1,7 @@
-"""What each step of a run sees: which rows, to which depths, with which noise.
+"""The inputs of each step of a run: rows, depths and noise.
 
-All of it is a function of (seed, step, row of the global batch). The rows of the next step are read while the device
-still computes this one.
+They are a function of (seed, step, row of the global batch). The rows of the next step are read while the device
+still computes the current one.
 """
 
 from collections.abc import Iterator
@@ -25,30 +25,30 @@ from .tensor_parallel import data_rank
 class MicroBatch(NamedTuple):
     """Rows of one forward pass, on the device."""
 
-    number: int  # what dropout is seeded with
+    number: int  # seeds dropout
     batch: dict[str, torch.Tensor]
-    loss_positions: np.ndarray  # where the next token has a label
+    loss_positions: np.ndarray  # positions whose next token has a label
     depths: list[int]
     noise: torch.Tensor | None
 
 
 class ReadAhead(NamedTuple):
-    """What this process computes in a step, read before the step begins."""
+    """The data of this process for a step, read before the step begins."""
 
     step: int
-    depths: list[int]  # of all rows of the global batch
-    groups: list[tuple[int, list[int]]]  # number and rows of each of this process's micro batches
-    batches: list[dict[str, torch.Tensor]]  # on the CPU, pinned where a GPU copies them without waiting
+    depths: list[int]  # for all rows of the global batch
+    groups: list[tuple[int, list[int]]]  # number and rows of each micro batch of this process
+    batches: list[dict[str, torch.Tensor]]  # on the CPU; pinned for CUDA, so that copies are asynchronous
     loss_positions: list[np.ndarray]
 
     @property
     def num_labels(self) -> int:
-        """Of this process's rows."""
+        """Number of labels in the rows of this process."""
         return sum(map(len, self.loss_positions))
 
 
 class Batches:
-    """The micro batches of this process for any step. `model` is not wrapped in DDP."""
+    """Makes the micro batches of this process for any step. `model` is not wrapped in DDP."""
 
     def __init__(self, recipe: Recipe, model: LoopedForCausalLM, rows: PackedRows, accelerator: Accelerator):
         self.recipe, self.model, self.rows, self.accelerator = recipe, model, rows, accelerator
@@ -69,14 +69,14 @@ class Batches:
         return any(getattr(self.model.config, f"{place}_dropout") for place in ("attention", "residual", "embedding"))
 
     def of_step(self, step: int) -> Iterator[MicroBatch]:
-        """This process's micro batches of a step, as many as on every other process."""
+        """Yield the micro batches of this process for a step; every process has the same number of them."""
         _, depths, groups, batches, loss_positions = self.read(step)
         for (number, rows), batch, positions in zip(groups, batches, loss_positions):
             batch = {key: value.to(self.accelerator.device, non_blocking=True) for key, value in batch.items()}
             yield MicroBatch(number, batch, positions, [depths[row] for row in rows], self.noise(step, rows))
 
     def read(self, step: int) -> ReadAhead:
-        """This process's rows of a step, which are kept until another step is asked for."""
+        """Read the rows of this process for a step. The result is cached until another step is read."""
         if self.read_ahead.step != step:
             pin = self.accelerator.device.type == "cuda"
             data_rows, depths, batches, loss_positions = self.data_rows(step), self.depths(step), [], []
@@ -89,12 +89,12 @@ class Batches:
         return self.read_ahead
 
     def data_rows(self, step: int) -> list[int]:
-        """Numbers of the training rows that make the global batch of a step."""
+        """Return the indices of the training rows in the global batch of a step."""
         training = self.recipe.training
         return rows_of_step(training.seed, step, training.rows_per_step, len(self.rows))
 
     def depths(self, step: int) -> list[int]:
-        """The number of loops of every row of the global batch."""
+        """Return the number of loops of every row of the global batch."""
         depth, training = self.recipe.depth, self.recipe.training
         mean, window = self.recipe.depths_at(self.model.config, step)
         return depths_of_step(
@@ -111,10 +111,10 @@ class Batches:
         )
 
     def groups(self, depths: list[int]) -> list[tuple[int, list[int]]]:
-        """(number, rows of the global batch) of this process's micro batches.
+        """Return (number, rows of the global batch) for each micro batch of this process.
 
-        What dropout draws belongs to a whole micro batch, so with dropout all processes together make the same ones
-        however many they are.
+        Dropout draws one random stream per micro batch. So with dropout the micro batches of a step, over all
+        processes, are the same for any number of processes.
         """
         size = self.recipe.training.micro_batch_size
         index, world = data_rank(self.accelerator)

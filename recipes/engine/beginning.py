@@ -1,4 +1,4 @@
-"""What a launch must agree with, and the model that a run begins with."""
+"""Checks of a launch against the recipe, and the initial model of a run."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from modeling_looped import LoopedForCausalLM
 
 
 def check_launch(recipe: Recipe, accelerator: Accelerator):
-    """What can be refused before data are prepared."""
+    """Run the checks that do not need prepared data."""
     training, world = recipe.training, data_rank(accelerator).world
     if training.rows_per_step % world:
         raise RecipeError(
@@ -33,7 +33,7 @@ def check_launch(recipe: Recipe, accelerator: Accelerator):
 
 
 def precision_of(accelerator: Accelerator) -> str | None:
-    """What the products of a GPU are computed in, in words; None on a CPU."""
+    """Return a sentence on the precision of a GPU's matrix products; None on a CPU."""
     if accelerator.device.type == "cpu":
         return None
     if accelerator.mixed_precision != "no":
@@ -45,7 +45,7 @@ def precision_of(accelerator: Accelerator) -> str | None:
 
 
 def check_precision(accelerator: Accelerator):
-    """accelerate leaves out fp16 on a CPU, without a word; its fp8 would reach no layer under FSDP2."""
+    """Refuse fp16 on a CPU, which accelerate silently ignores, and fp8, which would reach no layer under FSDP2."""
     if accelerator.mixed_precision not in ("no", "bf16", "fp16"):
         raise RecipeError(
             f"mixed_precision {accelerator.mixed_precision!r} is not supported: choose bf16; with training.float8 the "
@@ -58,7 +58,7 @@ def check_precision(accelerator: Accelerator):
 
 
 def check_trackers(recipe: Recipe, accelerator: Accelerator):
-    """accelerate leaves out, without a word, trackers that are not installed."""
+    """Refuse trackers that are not installed: accelerate silently skips them."""
     found = {str(getattr(tracker, "value", tracker)) for tracker in accelerator.log_with}
     missing = [name for name in recipe.logging.trackers if name not in found]
     if missing:
@@ -91,7 +91,7 @@ def what_to_name(start: str) -> str:
 
 
 def is_model(name: str) -> bool:
-    """Whether a folder holds a saved model; of a name on the Hub, that is not looked up."""
+    """Return whether a folder holds a saved model. Names on the Hub are accepted without a look-up."""
     return not looks_like_path(name) or (Path(name) / "config.json").is_file()
 
 
@@ -122,7 +122,7 @@ def build_model(recipe: Recipe, tokenizer) -> LoopedForCausalLM:
 
 
 def saved_model(recipe: Recipe, tokenizer) -> LoopedForCausalLM:
-    """Of which no weight may be missing; but a gate that is new starts fresh."""
+    """Load the model of training.initialize_from. No weight may be missing, except those of a new exit gate."""
     start = recipe.training.initialize_from
     check_folder(start)
     check_tokens_of(start, tokenizer)
@@ -136,7 +136,7 @@ def saved_model(recipe: Recipe, tokenizer) -> LoopedForCausalLM:
 
 
 def check_tokens_of(start: str, tokenizer):
-    """A model knows the tokens of its own tokenizer; one that has none saved beside it takes any."""
+    """Refuse data whose tokenizer differs from that of the saved model; without a saved tokenizer any is accepted."""
     if not (Path(start) / "tokenizer_config.json").is_file():
         return
     own = AutoTokenizer.from_pretrained(start)
@@ -148,7 +148,7 @@ def check_tokens_of(start: str, tokenizer):
 
 
 def looped_dense_model(recipe: Recipe) -> LoopedForCausalLM:
-    """With weights in fp32, as all that is trained here."""
+    """Convert the dense model, with weights in fp32 like every model that is trained here."""
     path = recipe.dense.path
     check_folder(path)
     try:
@@ -158,7 +158,7 @@ def looped_dense_model(recipe: Recipe) -> LoopedForCausalLM:
 
 
 def trained_positions(recipe: Recipe) -> int:
-    """Positions that the recipe or its preset asks for; learned ones are as many as asked for, no more."""
+    """Return max_position_embeddings of the recipe or its preset, else 0. Learned positions get exactly this many."""
     if "max_position_embeddings" in recipe.model or "preset" in recipe.model:
         return recipe.model_config().max_position_embeddings
     return 0

@@ -4,8 +4,8 @@ import torch
 
 
 class Behind:
-    """The numbers of a tensor, copied to the CPU without waiting for the GPU; `read` waits. On other devices than CUDA
-    nothing says when a copy is done, so it is waited for at once."""
+    """Copies the numbers of a tensor to the CPU without waiting for the GPU; `read` waits. Devices other than CUDA do
+    not report when a copy is done, so there the constructor waits."""
 
     def __init__(self, tensor: torch.Tensor):
         on_cuda = tensor.device.type == "cuda"

@@ -1,15 +1,15 @@
-"""Checkpoints that are whole or not there.
+"""Checkpoints that are complete or absent.
 
-    checkpoints/step-00000500/checkpoint.json   step, config, what the loop wants back, sizes and checksums of files
+    checkpoints/step-00000500/checkpoint.json   step, config, state of the training loop, file sizes and checksums
                               *.distcp .metadata model and optimizers, sharded (torch.distributed.checkpoint)
-                              logged.jsonl       metrics.jsonl until then
-                              tokenizer/         of the run
+                              logged.jsonl       metrics.jsonl up to this step
+                              tokenizer/         tokenizer of the run
     checkpoints/.saving-*     being written, or left by a run that was killed; never read, removed at the next save
-    checkpoints/damaged-*     set aside: what lies there is not what was written
+    checkpoints/damaged-*     renamed because the content differs from what was written
 
-A checkpoint is written beside the others, forced to disk, marked, and only then renamed to its name; older ones go
-after that. It opens with any number of processes, under DDP or FSDP2. All processes must see the folder. Reading it
-runs nothing that lies in it (safe_reading.py).
+A checkpoint is written to a temporary folder, forced to disk, marked, and only then renamed to its final name; older
+ones are removed after that. It can be loaded with any number of processes, under DDP or FSDP2. All processes must see
+the folder. Reading a checkpoint executes no code that is stored in it (safe_reading.py).
 """
 
 import os
@@ -89,9 +89,9 @@ def save_checkpoint(
 ) -> Path:
     """Save a step, then remove all but the newest `keep_last` and the newest best. Every process calls it.
 
-    extra: what `load_checkpoint` gives back, as JSON. config: what a run must share to continue from here; by default
-    the model's. metrics: a file that is kept with it, like the tokenizer. background: writes a copy while the training
-    goes on.
+    extra: values that `load_checkpoint` returns, stored as JSON. config: settings that a run must share to continue
+    from here; by default the model's config. metrics: a file that is stored in the checkpoint, like the tokenizer.
+    background: writes a copy while the training goes on.
     """
     folder = Path(folder)
     marker = {
@@ -103,7 +103,7 @@ def save_checkpoint(
         "made_by": provenance(),
     }
     if background is not None:
-        background.wait()  # what is still written is no leftover
+        background.wait()  # `begin` would remove a checkpoint that is still being written as a leftover
     name, temporary = on_main_process(lambda: begin(folder, step, model, optimizers), folder)
     path, writer = folder / name, TensorWriter(temporary)
     logged = metrics.read_bytes() if metrics is not None and metrics.exists() else None
@@ -135,7 +135,7 @@ def save_checkpoint(
 def write_tensors(
     state: dict, writer: "TensorWriter", folder: Path, group: dist.ProcessGroup | None
 ) -> dict[str, str]:
-    """The checksums of the files of all processes."""
+    """Write the tensors of `state`, and return the checksums of the files of all processes."""
     temporary = Path(writer.path)
     ignore_missing_group()
     try:
@@ -144,7 +144,7 @@ def write_tensors(
         parts = from_all_processes(own, folder, group)
         return {name: digest for part in parts for name, digest in part.items()}
     except (OSError, CheckpointException) as error:
-        # every process gets here, with the reason of the one that failed
+        # every process gets here, with the error of the process that failed
         if is_main_process():
             shutil.rmtree(temporary, ignore_errors=True)
         raise error_of_saving(folder, root_cause(error)) from error
@@ -152,7 +152,7 @@ def write_tensors(
 
 class TensorWriter(dcp.FileSystemWriter):
     def write_data(self, plan, planner):
-        """torch.save hides what the disk said behind an error of its own."""
+        """Raise the OSError of the disk, which torch.save hides inside a RuntimeError."""
         try:
             return super().write_data(plan, planner)
         except RuntimeError as error:
@@ -163,7 +163,7 @@ class TensorWriter(dcp.FileSystemWriter):
 
 
 def begin(folder: Path, step: int, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> tuple[str, Path]:
-    """An empty folder to write to, and its name once it is whole."""
+    """Make an empty folder to write to. Return the final name of the checkpoint, and this folder."""
     folder.mkdir(parents=True, exist_ok=True)
     remove_leftovers(folder)
     later = [path.name for path in whole_checkpoints(folder) if step_of(path) > step]
@@ -182,7 +182,7 @@ def begin(folder: Path, step: int, model: nn.Module, optimizers: list[torch.opti
 
 
 def check_space(folder: str | Path, model: nn.Module, optimizers: list[torch.optim.Optimizer]):
-    """An error if a checkpoint would not fit on the disk of `folder`."""
+    """Raise an error if a checkpoint would not fit on the disk of `folder`."""
     size = sum(parameter.numel() * parameter.element_size() for parameter in bare(model).parameters())
     for optimizer in optimizers:
         moments = 1 if any(group.get("name") == "muon" for group in optimizer.param_groups) else 2
@@ -197,10 +197,10 @@ def check_space(folder: str | Path, model: nn.Module, optimizers: list[torch.opt
 
 
 def training_state(model: nn.Module, optimizers: list[torch.optim.Optimizer], as_template: bool = False) -> dict:
-    """Model and optimizers under names that do not depend on how they are distributed.
+    """Return the state of model and optimizers under names that do not depend on how they are distributed.
 
-    `get_state_dict` fills in the state of an optimizer that has not stepped. A template to load into needs that; what
-    is saved does not, and it is removed.
+    `get_state_dict` fills in the state of an optimizer that has not stepped. A template to load into needs this state;
+    for saving it is removed.
     """
     to_shards(model)
     optimizers = [bare_optimizer(optimizer) for optimizer in optimizers]
@@ -215,12 +215,12 @@ def training_state(model: nn.Module, optimizers: list[torch.optim.Optimizer], as
                 del optimizer_state["state"][name]
     if as_template:
         return {"model": model_state, "optimizers": optimizer_state}
-    # tensors alone: settings of the optimizers are those of the recipe, and are not read back
+    # tensors only: the settings of the optimizers come from the recipe and are not read back
     return {"model": model_state, "optimizers": {"state": optimizer_state["state"]}}
 
 
 def write_marker(folder: Path, marker: dict, checksums: dict[str, str]):
-    """checksums: of the files that are known; the others are read for theirs."""
+    """Write the marker file. checksums: checksums that are known already; other files are read to compute theirs."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     files = {path.relative_to(folder).as_posix(): path.stat().st_size for path in paths}
     checksums = {name: checksums.get(name) or checksum(folder / name) for name in files}
@@ -236,7 +236,7 @@ def remove_old(folder: Path, saved: str, keep_last: int):
         is_again = path.name != saved and step_of(path) == step_of(folder / saved)
         if path.name not in kept or is_again:
             gone = folder / f".deleting-{path.name}"
-            os.rename(path, gone)  # first, so that what is half deleted has no name
+            os.rename(path, gone)  # first, so that a half-deleted folder does not have the name of a checkpoint
             remove(gone)
 
 
@@ -244,18 +244,18 @@ def remove_old(folder: Path, saved: str, keep_last: int):
 
 
 def step_of(path: Path) -> int:
-    """The step in the name of a checkpoint."""
+    """Return the step in the name of a checkpoint."""
     return step_and_attempt(path)[0]
 
 
 def step_and_attempt(path: Path) -> tuple[int, int]:
-    """The step, and how often it was saved by then: (500, 1) for step-00000500, (500, 2) for step-00000500.2."""
+    """Return the step and the attempt at saving it: (500, 1) for step-00000500, (500, 2) for step-00000500.2."""
     step, attempt = NAME.fullmatch(path.name).groups()
     return int(step), int(attempt or 1)
 
 
 def read_marker(path: Path) -> dict | None:
-    """The marker of a whole checkpoint; None if anything is missing or shorter than it was."""
+    """Return the marker of a complete checkpoint; None if a file is missing or has another size than was written."""
     try:
         marker = read_sealed(path / MARKER)
         sizes = {name: (path / name).stat().st_size for name in marker["files"]}
@@ -266,7 +266,7 @@ def read_marker(path: Path) -> dict | None:
 
 
 def why_damaged(path: Path) -> str | None:
-    """What of a checkpoint is not as it was written; None if nothing is. Reads all of it."""
+    """Return how a checkpoint differs from what was written; None if it does not. Reads all of its files."""
     marker = read_marker(path)
     if marker is None:
         return f"{MARKER} is damaged, or a file is missing or cut"
@@ -276,22 +276,22 @@ def why_damaged(path: Path) -> str | None:
 
 
 def whole_checkpoints(folder: str | Path) -> list[Path]:
-    """Oldest first."""
+    """Return the complete checkpoints, oldest first."""
     return [path for path in named_checkpoints(Path(folder)) if read_marker(path) is not None]
 
 
 def named_checkpoints(folder: Path) -> list[Path]:
-    """All that have the name of one, whole or not, oldest first."""
+    """Return all folders with the name of a checkpoint, complete or not, oldest first."""
     if not folder.is_dir():
         return []
     return sorted((path for path in folder.iterdir() if NAME.fullmatch(path.name)), key=step_and_attempt)
 
 
 def sound_checkpoint(folder: str | Path, refused: dict[Path, str] | None = None) -> Path | None:
-    """The newest checkpoint that is what was written; None if there never was one. Every process calls it.
+    """Return the newest undamaged checkpoint; None if there never was one. Every process calls it.
 
-    Newer ones that are damaged are set aside, and it is said; so are those that are `refused`, with the reason. If
-    none is left, it is an error: a run does not begin anew where it has come further.
+    Newer checkpoints that are damaged or in `refused` (with a reason each) are renamed, and a message is printed. If
+    only damaged ones exist, an error is raised: a run does not silently start again from step 0.
     """
     folder = Path(folder)
 
@@ -317,7 +317,7 @@ def sound_checkpoint(folder: str | Path, refused: dict[Path, str] | None = None)
 
 
 def set_aside(path: Path, why: str, instead: Path):
-    """Give a damaged checkpoint a name under which it is never read."""
+    """Rename a damaged checkpoint so that it is never read."""
     aside = next(
         name
         for number in range(1, 10_000)
@@ -331,7 +331,7 @@ def set_aside(path: Path, why: str, instead: Path):
 
 
 def latest_checkpoint(folder: str | Path) -> Path | None:
-    """The newest whole checkpoint."""
+    """Return the newest complete checkpoint; None if there is none."""
     return next(reversed(whole_checkpoints(folder)), None)
 
 
@@ -347,8 +347,8 @@ def load_checkpoint(
 ) -> dict:
     """Load model and optimizers, and return `extra` and the step. Every process calls it.
 
-    may_change: whether a field of the config, of a dotted name, may differ from what was saved. Settings of the
-    optimizers stay those they were built with.
+    may_change: tells for the dotted name of a config field whether it may differ from the saved value. The settings of
+    the optimizers are not loaded: they stay as built.
     """
     path = Path(path)
     marker = read_marker(path)
@@ -362,7 +362,7 @@ def load_checkpoint(
     state = training_state(model, optimizers, as_template=True)
     groups_of_template = state["optimizers"].pop("param_groups")
     moments = state["optimizers"]["state"]
-    # parameters that had no gradient until then have no state: none is read, and the template's is removed
+    # parameters without a gradient up to the checkpoint have no saved state: the state of the template is removed
     without = {name for name in moments if not any(key.startswith(f"optimizers.state.{name}.") for key in saved)}
     state["optimizers"]["state"] = {name: moments[name] for name in moments if name not in without}
     try:
@@ -385,7 +385,7 @@ def load_checkpoint(
 
 
 def load_weights(path: Path) -> dict[str, torch.Tensor]:
-    """The state dict of the model of a whole checkpoint, on the CPU."""
+    """Return the state dict of the model in a complete checkpoint, on the CPU."""
     prefix = "model."
     saved = {name: about for name, about in saved_tensors(path).items() if name.startswith(prefix)}
     state = {name: torch.empty(about.size, dtype=about.properties.dtype) for name, about in saved.items()}
@@ -407,6 +407,6 @@ def read_tensors(path: Path, state: dict):
 
 
 def ignore_missing_group():
-    """The warning that torch.distributed is not initialized. For good: filters are of all threads, and one that put
-    them back while another had changed them would leave the wrong ones."""
+    """Silence the warning that torch.distributed is not initialized, permanently: all threads share the filters, so a
+    thread that restored them could undo the changes of another thread."""
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")

@@ -1,9 +1,9 @@
-"""Blocks compiled each by itself: one graph serves all loops and all layers of a kind, so that compiling takes
-no longer for a deeper model. Beside them, what meets whole streams or logits: the injection, where it has weights, and
-the cross-entropy of a chunk of logits.
+"""Compile each block separately: one graph serves all loops and all layers with the same code, so that compiling takes
+no longer for a deeper model. The injection, if it has weights, and the cross-entropy of a chunk of logits are compiled
+too, because they read whole streams or logits.
 
-As CUDA graphs, every pass through a block of a step is recorded once and replayed: for shapes that never change. What
-a block returned in one loop stays until the step is over.
+With CUDA graphs, every pass through a block within a step is recorded once and then replayed, which requires shapes
+that never change. The outputs of a block in each loop stay valid until the end of the step.
 """
 
 import signal
@@ -26,7 +26,7 @@ def blocks_of(model) -> list[nn.Module]:
 
 
 def take_options(model, training: TrainingConfig, precision: str):
-    """What the recipe asks of a model, in the order that these need: compiling goes around all others."""
+    """Apply the recipe's options to a model. The order matters: compiling comes last, as it wraps the others."""
     take_kernels(model, training)
     if training.float8:
         take_float8(blocks_of(model), training.float8, precision)
@@ -39,12 +39,12 @@ def take_options(model, training: TrainingConfig, precision: str):
 
 
 def start_compile_workers():
-    """Torch's own, before it would: a signal to all processes of a run, as schedulers and `timeout` send it, must not
-    reach them, since torch waits forever for those that are gone. They end with this process."""
+    """Start torch's compile workers early, with SIGTERM and SIGINT blocked. Schedulers and `timeout` signal all
+    processes of a run, and torch waits forever for workers that have ended. They end with this process."""
     start = getattr(look_up("torch._inductor.async_compile", "AsyncCompile", None), "warm_pool", None)
-    if start is None or not hasattr(signal, "pthread_sigmask"):  # another torch, or Windows
+    if start is None or not hasattr(signal, "pthread_sigmask"):  # another version of torch, or Windows
         return
-    ours = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})  # what is blocked is inherited
+    ours = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})  # workers inherit the mask
     try:
         start()
     finally:
@@ -52,7 +52,8 @@ def start_compile_workers():
 
 
 def compile_parts(model, cuda_graphs: bool = False, **options):
-    """options: of torch.compile. What is not a block is no CUDA graph: a buffer for gradients has no fixed place."""
+    """Compile blocks, injection and cross-entropy. options: for torch.compile. Only blocks become CUDA graphs: the
+    gradient buffers of the other parts have no fixed address."""
     compile_blocks(blocks_of(model), cuda_graphs, **options)
     if list(model.model.injection.parameters()):
         model.model.injection.compile(**options)
@@ -60,7 +61,8 @@ def compile_parts(model, cuda_graphs: bool = False, **options):
 
 
 class CompiledCrossEntropy:
-    """Of chunks of logits, whose last is shorter, and no graph of its own."""
+    """Compiled cross-entropy of a chunk of logits; the number of rows is dynamic, so that the shorter last chunk needs
+    no second graph."""
 
     def __init__(self, options: dict):
         self.options, self.compiled = options, torch.compile(fusible_cross_entropy_of, **options)
@@ -76,8 +78,8 @@ class CompiledCrossEntropy:
 
 
 def compile_blocks(blocks: Iterable[nn.Module], cuda_graphs: bool = False, **options):
-    """options: of torch.compile. Sections, row counts and gradients want variants of the one code: beyond torch's
-    limit of 8 the rest would run uncompiled."""
+    """Compile each block. options: for torch.compile. Sections, row counts and gradients need variants of the same
+    code; variants beyond torch's limit of 8 would run uncompiled, so the limit is raised."""
     torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
     if cuda_graphs:
         options["mode"] = "reduce-overhead"
@@ -86,7 +88,7 @@ def compile_blocks(blocks: Iterable[nn.Module], cuda_graphs: bool = False, **opt
 
 
 def begin_step(cuda_graphs: bool):
-    """What graphs returned in the step before may be overwritten from here on. A pass without it would be recorded as
-    what follows on the step."""
+    """Mark the start of a step: the outputs of CUDA graphs from the step before may be overwritten from here on.
+    Without the mark, a pass would be recorded as a continuation of that step."""
     if cuda_graphs:
         torch.compiler.cudagraph_mark_step_begin()

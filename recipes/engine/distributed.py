@@ -1,9 +1,9 @@
-"""One process or many: what accelerate needs to be told about looped models.
+"""Set up accelerate for looped models, for one process or many.
 
 Under FSDP2 the whole model is one unit: its weights are gathered once per pass, not once per layer and loop, and kept
 until the backward pass has used them. Gradients, optimizer states and the weights between steps are sharded. Looped
-models have few weights for their compute, and processes whose rows run to different depths never wait for each other
-in the middle of a loop, where they would gather different layers. For weights that are too many for one GPU,
+models have few weights for their compute, and with one unit processes whose rows run to different depths never wait
+for each other inside a loop, where they would gather different layers. If the weights do not fit into one GPU,
 fsdp_auto_wrap_policy makes every block a unit, which is gathered and reduced in every loop.
 """
 
@@ -35,8 +35,8 @@ from looped_recipes.settings.recipe import Recipe, RecipeError
 from .tensor_parallel import can_split, split, split_over
 
 
-MESH = ("dp_replicate", "dp_shard", "tp")  # the dimensions that training knows
-# where launchers say how many processes there are: torch's, and those of MPI that accelerate knows
+MESH = ("dp_replicate", "dp_shard", "tp")  # the mesh dimensions that training supports
+# variables in which launchers pass the number of processes: torch's, and those of MPI that accelerate reads
 SIZES = ["WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"]
 
 
@@ -46,10 +46,10 @@ def is_apples() -> bool:
 
 
 def make_accelerator(find_unused_parameters: bool = False, **kwargs) -> Accelerator:
-    """The accelerator that `accelerate launch` asks for.
+    """Make the accelerator that `accelerate launch` configured.
 
-    Without GPUs accelerate would silently use DDP for FSDP2, or start independent runs in one folder: not here.
-    Apple's GPUs are not used: losses are added up in float64, which they do not have.
+    Without GPUs accelerate would silently use DDP instead of FSDP2, or start independent runs in one folder; this
+    function prevents both. Apple's GPUs are not used: losses are added up in float64, which they do not support.
     """
     ddp = DistributedDataParallelKwargs(find_unused_parameters=find_unused_parameters, gradient_as_bucket_view=True)
     _check_launcher()
@@ -59,7 +59,7 @@ def make_accelerator(find_unused_parameters: bool = False, **kwargs) -> Accelera
     has_mesh = is_set("ACCELERATE_USE_PARALLELISM_CONFIG")
     if has_mesh:
         _check_mesh(ParallelismConfig(), is_set("ACCELERATE_USE_FSDP"), num_processes)
-    # its check of a mesh knows no CPUs
+    # accelerate's check of a mesh does not support CPUs
     with patch_environment(ACCELERATE_USE_PARALLELISM_CONFIG="false") if kwargs.get("cpu") else nullcontext():
         accelerator = Accelerator(kwargs_handlers=[ddp], **kwargs)
     _check_options(accelerator)
@@ -72,7 +72,7 @@ def make_accelerator(find_unused_parameters: bool = False, **kwargs) -> Accelera
         plugin = getattr(accelerator.state, "fsdp_plugin", None) or FullyShardedDataParallelPlugin()
         _check_plugin(plugin)
         if accelerator.distributed_type == DistributedType.MULTI_CPU:
-            # in both: accelerate copies the first's over the second's whenever it asks for its state
+            # set in both: accelerate copies the value of PartialState to its own state whenever that is read
             PartialState().distributed_type = accelerator.state.distributed_type = DistributedType.FSDP
             accelerator.state.fsdp_plugin = plugin
             if has_mesh:
@@ -88,16 +88,16 @@ def is_set(variable: str) -> bool:
 def distribute(
     accelerator: Accelerator, model: nn.Module, build: Callable[[nn.Module], list[torch.optim.Optimizer]]
 ) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
-    """The model on its device(s), and the optimizers that `build` makes of it."""
+    """Place or shard the model. Return it with the optimizers that `build` makes for it."""
     if not accelerator.is_fsdp2:
         model, *optimizers = accelerator.prepare(model, *build(model))
         return model, optimizers
-    # accelerate would wrap head and norm separately, and match parameters by address, which empty shards share
+    # accelerate would wrap head and norm separately, and match parameters by address, but all empty shards share one
     return shard(accelerator, model), [accelerator.prepare_optimizer(optimizer) for optimizer in build(model)]
 
 
 def shard(accelerator: Accelerator, model: nn.Module) -> nn.Module:
-    """`model`, in place, with every parameter a DTensor."""
+    """Shard `model` in place: every parameter becomes a DTensor."""
     plugin = accelerator.state.fsdp_plugin
     model = model.to(accelerator.device)
     for parameter in model.parameters():
@@ -119,7 +119,7 @@ def shard(accelerator: Accelerator, model: nn.Module) -> nn.Module:
 
 
 def check_units(accelerator: Accelerator, recipe: Recipe):
-    """Refuse what does not go with an FSDP unit for every block, which all processes gather together in every loop."""
+    """Refuse settings that conflict with one FSDP unit per block: all processes gather each block in every loop."""
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     if plugin is None or plugin.auto_wrap_policy is None:
         return
@@ -136,7 +136,7 @@ def check_units(accelerator: Accelerator, recipe: Recipe):
 
 
 def check_split(accelerator: Accelerator, recipe: Recipe):
-    """Refuse, with tensor parallelism, what takes whole matrices or has not been tried with parts of them."""
+    """Refuse, with tensor parallelism, options that need whole matrices or are untested with parts of them."""
     if split_over(accelerator) == 1:
         return
     if not can_split():
@@ -163,34 +163,35 @@ def with_autocast(accelerator: Accelerator, forward: Callable) -> Callable:
 
 
 def bare(model: nn.Module) -> nn.Module:
-    """The model inside DDP."""
+    """Return the model inside DDP's wrapper."""
     return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
 
 
 def puts_gradients_into_other_buckets(model: nn.Module) -> bool:
-    """Whether DDP does, after its first backward pass. The sum of more than two processes depends on the buckets."""
+    """Return whether DDP regroups gradients after its first backward pass in a way that changes results: the rounding
+    of a sum over more than two processes depends on the buckets."""
     is_ddp = isinstance(model, nn.parallel.DistributedDataParallel)
     return is_ddp and torch.distributed.get_world_size() > 2 and not model.find_unused_parameters
 
 
 def bare_optimizer(optimizer) -> torch.optim.Optimizer:
-    """The optimizer inside accelerate's wrapper."""
+    """Return the optimizer inside accelerate's wrapper."""
     return getattr(optimizer, "optimizer", optimizer)
 
 
 def to_shards(model: nn.Module):
-    """Under FSDP2, free the gathered weights that an evaluation leaves, so that parameters are what the optimizers
-    hold."""
+    """Under FSDP2, free the gathered weights that an evaluation leaves, so that the parameters are again the shards
+    that the optimizers update."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def gradients_may_be_missing(model_config, sampled_depth: bool, backprop_loops: int | None) -> bool:
-    """Whether a backward pass may leave a parameter without gradient, here or on another process: DDP must then be
-    told to look for such parameters, or it waits for their gradients.
+    """Return whether a backward pass may leave a parameter without gradient on any process: DDP must then search for
+    such parameters, or it waits for their gradients.
 
-    sampled_depth: depths differ between steps or rows.
+    sampled_depth: whether depths differ between steps or rows.
     """
     shallow = sampled_depth or model_config.num_loops == 1 or backprop_loops == 1
     between_loops = (
@@ -200,19 +201,19 @@ def gradients_may_be_missing(model_config, sampled_depth: bool, backprop_loops: 
         or (model_config.injection == "residual_all" and model_config.injection_norm)
     )
     return (
-        # without an injection the embedding enters before the first loop alone, which then has no gradients
+        # without an injection the embedding enters only before the first loop, which then may have no gradients
         (model_config.injection == "none" and backprop_loops is not None)
         or (model_config.exit_gate != "none" and model_config.loop_loss in ("terminal", "per_loop", "last_third"))
         or model_config.loop_loss == "gate"
         or (between_loops and shallow)
         or (model_config.readout_norm == "final_only" and sampled_depth)
-        or model_config.readout_norm in ("final_raw", "final_alpha")  # the norm where no loop before the last reads it
+        or model_config.readout_norm in ("final_raw", "final_alpha")  # if no loop before the last is read out
     )
 
 
 def fill_missing_gradients(optimizers: list[torch.optim.Optimizer]):
-    """A gradient of zero where none arrived: an optimizer then does the same whether it was one process that saw none,
-    or some of several. Before clipping."""
+    """Set missing gradients to zero, before clipping, so that the optimizers do the same whether a single process or
+    only some of several processes had no gradient."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -221,7 +222,8 @@ def fill_missing_gradients(optimizers: list[torch.optim.Optimizer]):
 
 
 def _check_launcher():
-    """Asked for several processes without `--multi_gpu` or FSDP, accelerate starts one, with an address for others."""
+    """Refuse a launch for several processes without `--multi_gpu` or FSDP: accelerate starts one process then, but
+    sets MASTER_ADDR."""
     launched, address = "ACCELERATE_MIXED_PRECISION" in os.environ, os.environ.get("MASTER_ADDR")
     if launched and address and not any(name in os.environ for name in SIZES):
         raise RecipeError(
@@ -232,7 +234,7 @@ def _check_launcher():
 
 
 def _check_options(accelerator: Accelerator):
-    """Refuse options of accelerate that interfere: accumulation divides gradients, dynamo wraps the model again."""
+    """Refuse options of accelerate that interfere: accumulation divides gradients, dynamo wraps the whole model."""
     if (steps := accelerator.gradient_accumulation_steps) != 1:
         raise RecipeError(
             f"ACCELERATE_GRADIENT_ACCUMULATION_STEPS={steps}: a step has training.rows_per_step rows, in parts of "

@@ -1,4 +1,4 @@
-"""What a finished run has come to, in words."""
+"""The result of a finished run, in words."""
 
 from pathlib import Path
 
@@ -6,11 +6,11 @@ from looped_recipes.common.metrics import depth_of_loss, last_validation, last_v
 from looped_recipes.common.words import counted
 
 
-LEAST_GAIN = 0.0005  # bits per byte by which another depth must be better to be named
+LEAST_GAIN = 0.0005  # bits per byte; a better depth is mentioned only if its gain is larger
 
 
 def ending(metrics: Path, trained_loops: int) -> str:
-    """How many steps, with which loss, and which held-out bits per byte at the trained depth and at the best one."""
+    """Return the number of steps, the losses, and held-out bits per byte at the trained and at the best depth."""
     records = read_metrics(metrics)
     last = last_values(records)
     said = f"trained {last.get('step', -1) + 1:,} steps"

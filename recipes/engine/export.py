@@ -1,4 +1,4 @@
-"""The folder that `from_pretrained` opens, of a model that is trained or of a checkpoint."""
+"""Export a trained model or a checkpoint as a folder that `from_pretrained` opens."""
 
 import contextlib
 import copy
@@ -27,7 +27,7 @@ from .saving import CheckpointError, on_main_process
 
 
 def export_model(path: str | Path, model: nn.Module, tokenizer=None, *, readme: str | None = None) -> Path:
-    """A folder that `from_pretrained` opens, written by the main process. Every process calls it.
+    """Write a folder that `from_pretrained` opens, on the main process. Every process calls it.
 
     readme: text of the model card.
     """
@@ -39,11 +39,11 @@ def export_model(path: str | Path, model: nn.Module, tokenizer=None, *, readme: 
 
 
 def export_checkpoint(run: Path, checkpoint: Path, path: Path) -> Path:
-    """The model of a whole checkpoint of `run`, on any machine: of what a launch needs, nothing is asked for."""
+    """Export the model of a complete checkpoint of `run`, on any machine: nothing that a launch needs is required."""
     recipe, marker = recipe_of_run(run), read_marker(checkpoint)
     with torch.device("meta"):
         model = LoopedForCausalLM(LoopedConfig.from_dict(marker["config"]["model"]))
-    if "generation" in marker:  # not of older versions
+    if "generation" in marker:  # checkpoints of older versions lack it
         model.generation_config = GenerationConfig.from_dict(marker["generation"])
     if (checkpoint / TOKENIZER).is_dir():
         tokenizer = AutoTokenizer.from_pretrained(checkpoint / TOKENIZER)
@@ -61,7 +61,7 @@ def write_export(path: Path, model: nn.Module, state: dict, tokenizer, readme):
         raise Divergence(f"the weight {bad} is not finite: {path} is not written, and what was there before is kept")
     if is_foreign(path):
         raise CheckpointError(f"{path} exists and is not a saved model: it is not overwritten, choose another folder")
-    # a new model, because the class of a sharded one is not that of its config
+    # a new model, because FSDP changes the class of a sharded model
     model_class = next(part for part in type(model).__mro__ if not issubclass(part, FSDPModule))
     config = copy.deepcopy(model.config)
     config.trained_num_loops = model.trained_depth
@@ -81,7 +81,7 @@ def write_export(path: Path, model: nn.Module, state: dict, tokenizer, readme):
         (temporary / "README.md").write_text(readme)
     write_checksums(temporary)
     if weights_of(path) == weights_of(temporary) and (path / GENERATION_CONFIG_NAME).is_file():
-        # it may say exits, which `looped halting --write` has found for these very weights
+        # it may contain exit settings that `looped halting --write` found for the same weights
         shutil.copyfile(path / GENERATION_CONFIG_NAME, temporary / GENERATION_CONFIG_NAME)
         renew_checksum(temporary, GENERATION_CONFIG_NAME)
     sync_all(temporary)
@@ -89,12 +89,12 @@ def write_export(path: Path, model: nn.Module, state: dict, tokenizer, readme):
         os.rename(path, replaced)
     os.rename(temporary, path)
     sync(path.parent)
-    with contextlib.suppress(OSError):  # then it goes at the next export
+    with contextlib.suppress(OSError):  # in that case the next export removes it
         remove(replaced)
 
 
 def weights_of(folder: Path) -> dict[str, str] | None:
-    """Checksums of the weights of a saved model, as they were written; None where there are none."""
+    """Return the stored checksums of a saved model's weights; None if there are none."""
     try:
         checksums = read_sealed(folder / LIST)["checksums"]
         return {name: checksum for name, checksum in checksums.items() if name.endswith(".safetensors")} or None

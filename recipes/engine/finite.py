@@ -1,7 +1,7 @@
-"""Numbers that are none: a run stops before they get into a checkpoint or a saved model.
+"""Infinities and NaN: a run stops before they get into a checkpoint or a saved model.
 
-On a CPU, and where such steps may be left out, also before they get into the weights; else a GPU would be waited for
-in every step (step.py), and the run ends one step later, with nothing written in between.
+On a CPU, and if such steps may be skipped, it also stops before they get into the weights. Otherwise this check would
+have to wait for the GPU in every step (step.py), so the run ends one step later, with nothing written in between.
 """
 
 from collections.abc import Iterable
@@ -23,16 +23,17 @@ ADVICE = (
 
 
 class Divergence(CommandError):
-    """A run whose loss, gradients, weights or validation are no longer numbers."""
+    """The loss, gradients, weights or validation loss of a run are no longer finite."""
 
 
 def first_nonfinite(tensors: Iterable[tuple[str, torch.Tensor]]) -> str | None:
-    """The name of the first tensor that holds an infinity or a NaN. One synchronisation, if there is none."""
+    """Return the name of the first tensor with an infinity or a NaN; None, after one synchronisation, if all are
+    finite."""
     named = [(name, local(tensor)) for name, tensor in tensors if tensor.is_floating_point()]
     named = [(name, tensor) for name, tensor in named if tensor.numel()]
     if not named:
         return None
-    # counts of steps lie on the CPU, beside moments on a GPU
+    # step counts are on the CPU even if the moments are on a GPU
     device = next((tensor.device for _, tensor in named if tensor.device.type != "cpu"), "cpu")
     are_finite = torch.stack([tensor.isfinite().all().to(device) for _, tensor in named])
     if are_finite.all():
@@ -41,7 +42,7 @@ def first_nonfinite(tensors: Iterable[tuple[str, torch.Tensor]]) -> str | None:
 
 
 def nonfinite_part(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> str | None:
-    """What of this process's weights and moments is not finite."""
+    """Describe the first weight or moment of this process that is not finite; None if all are finite."""
     to_shards(model)
     parameters = dict(bare(model).named_parameters())
     names = {id(parameter): name for name, parameter in parameters.items()}
@@ -62,5 +63,5 @@ def nonfinite_part(model: nn.Module, optimizers: list[torch.optim.Optimizer]) ->
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """What of it lies on this process."""
+    """Return the part of a tensor that is stored on this process."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()

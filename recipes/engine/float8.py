@@ -1,6 +1,6 @@
-"""Products of the blocks in float8, by torchao: for layers so large that converting their inputs costs little.
+"""Matrix products of the blocks in float8, by torchao, for layers so large that converting their inputs costs little.
 
-Weights, gradients and checkpoints are what they are without; the head and the injection are left out.
+Weights, gradients and checkpoints keep their formats; the head and the injection are not converted.
 """
 
 from dataclasses import replace
@@ -13,12 +13,12 @@ from looped_recipes.settings.recipe import RecipeError
 from modeling_looped.layers import with_role
 
 
-MULTIPLE = 16  # of the sizes that a GPU multiplies in float8
-OLDEST = {"tensorwise": (8, 9), "rowwise": (9, 0)}  # compute capability
+MULTIPLE = 16  # layer sizes must be multiples of it for float8 products on a GPU
+OLDEST = {"tensorwise": (8, 9), "rowwise": (9, 0)}  # least compute capability
 
 
 def take_float8(blocks: list[nn.Module], kind: str, precision: str):
-    """For training on this GPU. precision: of accelerate."""
+    """Convert the blocks for training on this GPU. precision: accelerate's mixed_precision."""
     asked = f"training.float8={kind!r}"
     if find_spec("torchao") is None:
         raise RecipeError(f"{asked} needs torchao: install it (pip install torchao), or leave it out")
@@ -36,7 +36,7 @@ def take_float8(blocks: list[nn.Module], kind: str, precision: str):
 
 
 def convert(blocks: list[nn.Module], kind: str, emulate: bool = False):
-    """emulate: in higher precision, on any processor."""
+    """Replace large linear layers by float8 layers. emulate: compute in higher precision, which any device can do."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     for block in blocks:
@@ -50,7 +50,7 @@ def convert(blocks: list[nn.Module], kind: str, emulate: bool = False):
 
 
 def is_large(layer: nn.Module) -> bool:
-    """Gates of values have an output for each head."""
+    """Return whether a layer is a large linear layer. Value gates are too small: they have one output per head."""
     return isinstance(layer, nn.Linear) and getattr(layer, "init_role", None) != "value_gate"
 
 

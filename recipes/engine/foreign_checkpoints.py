@@ -1,10 +1,10 @@
-"""Checkpoints of the authors' training codes, which are no folders of transformers: `looped convert` reads them.
+"""Read checkpoints of the authors' training codes, which are not in transformers' format, for `looped convert`.
 
     base_checkpoints/d12        model_010000.pt and meta_010000.json    Fully Looped Transformer
     outputs/my_run              last.pt                                 readout blind spot
 
-A folder stands for its newest step, of which a file may be named too. The first has rotary tables in bf16, so its
-logits differ by their rounding.
+A folder stands for its newest step; the file of a step may be named too. The Fully Looped Transformer has rotary
+tables in bf16, so its logits differ by their rounding.
 """
 
 import json
@@ -25,11 +25,11 @@ Tensors = dict[str, torch.Tensor]
 
 class Trained(NamedTuple):
     model: LoopedForCausalLM
-    tokenizer: PreTrainedTokenizerFast | None  # where the checkpoint has it
+    tokenizer: PreTrainedTokenizerFast | None  # None if the checkpoint has none
 
 
 def read_training_checkpoint(source: str | Path, num_loops: int | None = None) -> Trained:
-    """num_loops: depth of its config, by default that of training."""
+    """Read a training checkpoint of a paper's code. num_loops: depth in the config, by default that of training."""
     if num_loops is not None and num_loops < 1:
         raise ValueError(f"num_loops must be at least 1, got {num_loops}")
     files = files_of_fully_looped(source)
@@ -43,7 +43,7 @@ def read_training_checkpoint(source: str | Path, num_loops: int | None = None) -
 def loaded(file: Path) -> dict:
     try:
         return torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # the loader's and pickle's are many
+    except Exception as error:  # torch.load and pickle raise many types of errors
         raise ValueError(f"{file} is damaged, or holds more than tensors and settings: {error}") from error
 
 
@@ -108,7 +108,7 @@ def fully_looped(file: Path, meta: Path) -> Trained:
         name = stored.removeprefix("_orig_mod.")
         if name in ("transformer.wte.weight", "lm_head.weight"):
             ours = "model.embed_tokens.weight" if "wte" in name else name
-            tensors[ours] = tensor[: config.vocab_size].float()  # rows beyond fill it up to a multiple of 64
+            tensors[ours] = tensor[: config.vocab_size].float()  # the other rows pad it to a multiple of 64
             continue
         layer, part = name.removeprefix("transformer.h.").removesuffix(".weight").split(".", 1)
         ours = OF_LAYERS[part]
@@ -120,12 +120,13 @@ def fully_looped(file: Path, meta: Path) -> Trained:
 
 
 def windows_of_layers(pattern: str, num_layers: int) -> str:
-    """A letter for each layer; the last sees everything."""
+    """Repeat the pattern to one letter per layer; the last layer always has full attention (L)."""
     return "".join(pattern[i % len(pattern)] for i in range(num_layers - 1)) + "L"
 
 
 def swapped_halves(rows: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """[heads * head_dim, ...]: rotary positions that turn the other way turn ours where halves change places."""
+    """Swap the halves of each head in [heads * head_dim, ...]. This converts from rotary positions that rotate in the
+    opposite direction."""
     return rows.unflatten(0, (-1, 2, head_dim // 2)).flip(1).flatten(0, 2)
 
 
@@ -200,7 +201,8 @@ def readout(file: Path) -> Trained:
 
 
 def words_of(state: dict) -> PreTrainedTokenizerFast | None:
-    """Runs of white space, words and single signs. Texts have no first token there."""
+    """Build the tokenizer, whose tokens are runs of white space, words and single signs. Its texts start without a
+    special token."""
     if state.get("kind") != "regex" or not set(SPECIAL.values()) <= set(state["itos"]):
         return None
     vocabulary = {token: id for id, token in enumerate(state["itos"])}

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT end a run after the step it is at, with a checkpoint of it."""
+"""SIGTERM and SIGINT end a run after the current step, with a checkpoint of it."""
 
 import signal
 import threading
@@ -6,16 +6,16 @@ from types import FrameType
 
 
 class Interruption:
-    """While it is entered, a first signal is remembered; a second Ctrl-C ends the run as it stands."""
+    """Context manager: the first signal is stored; a second Ctrl-C ends the run at once, without a checkpoint."""
 
     SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
     def __init__(self):
-        self.number = 0  # of the signal that came
+        self.number = 0  # number of the signal that was received
         self.before = {}
 
     def __enter__(self):
-        if threading.current_thread() is threading.main_thread():  # no other may set handlers
+        if threading.current_thread() is threading.main_thread():  # other threads may not set handlers
             self.before = {number: signal.signal(number, self.remember) for number in self.SIGNALS}
         return self
 
@@ -30,7 +30,8 @@ class Interruption:
 
 
 class Interrupted(SystemExit):
-    """Ends the process as the signal would have: shells and schedulers see that the run is not done."""
+    """Ends the process with the exit status of the signal, so that shells and schedulers see that the run is not
+    finished."""
 
     def __init__(self, number: int):
         super().__init__(128 + number)

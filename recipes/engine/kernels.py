@@ -1,9 +1,9 @@
-"""Kernels of others that a recipe names: refused where they are missing, else taken.
+"""External kernels that a recipe names: use them, or refuse the recipe if they are missing.
 
-Of Liger, one each takes the place of several of torch: for RMSNorms, and for the gated activation of an MLP (SwiGLU).
-Compiling fuses the same; this is for blocks that are not compiled. Liger's rotary positions are left out: its kernel
-rotates queries and keys in one call and in place, and here they are rotated where each is made, since loops may share
-keys or take them from another state.
+Liger has one kernel each for RMSNorms and for the gated activation of an MLP (SwiGLU), which replaces several kernels
+of torch. Compiling fuses the same operations; this is for blocks that are not compiled. Liger's rotary positions are
+not used: its kernel rotates queries and keys in one call and in place, but looped layers rotate each where it is made,
+since loops may share keys or take them from another state.
 """
 
 from importlib.util import find_spec
@@ -20,7 +20,7 @@ from modeling_looped.norms import LoopedNorm
 
 
 def check_device(training: TrainingConfig, device: str):
-    """Refuses kernels that need a GPU, or a package that is not installed."""
+    """Refuse kernels that need a GPU, or a package that is not installed."""
     on_gpus = {
         "compile": training.compile == "cuda_graphs",
         "attention": training.attention is not None,
@@ -44,7 +44,7 @@ def check_device(training: TrainingConfig, device: str):
 
 
 def take_kernels(model: LoopedForCausalLM, training: TrainingConfig):
-    """The kernels that the recipe names, on a device that has them."""
+    """Use the kernels that the recipe names; `check_device` has checked that they are available."""
     if training.attention is not None:
         try:
             model.set_attn_implementation(training.attention)
@@ -81,7 +81,7 @@ def is_swiglu(mlp: LoopedMLP) -> bool:
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     from liger_kernel.transformers.functional import liger_rms_norm
 
-    # by default it would write the gradient of x over that of the output, which residuals still need
+    # in place, it would overwrite the gradient of the output, which residual connections still need
     return liger_rms_norm(x, weight, eps, casting_mode="gemma", in_place=False)
 
 

@@ -1,4 +1,4 @@
-"""Warnings of divergence: norms and spectra that grow or vanish before a looped model fails, watched in training."""
+"""Warnings of divergence during training, from norms and spectra that grow before a looped model fails."""
 
 import statistics
 from collections.abc import Callable, Sequence
@@ -15,31 +15,32 @@ from looped_recipes.common.measures import (
 from modeling_looped.tensors import on_device
 
 
-LIMITS = {  # metric: (limit of its value, largest factor over the median of its last measurements), None for none
+LIMITS = {  # metric: (largest value, largest ratio to the median of the last measurements), None for no limit
     "residual_norm": (1e4, 20),
     "state_change": (1e4, 20),
     "first_mlp_gradient_norm": (None, 50),
     "spectral_radius": (1.0, None),
 }
-RECENT = 5  # measurements that make the reference; not the first, from which norms grow far in a sound run too
-SETTLED = 0.01  # part of the state: smaller changes by the last loop are chance, and growth from them is no warning
+RECENT = 5  # measurements in the reference; not the first ones: norms grow far above those in a sound run too
+SETTLED = 0.01  # fraction of the state's norm: growth from smaller changes by the last loop is noise, not a warning
 
 
 class StateNorms:
-    """Mean norms of the states of a step, over all its rows, whatever micro batches and processes they are split into.
+    """Mean norms of the states of a step over all its rows, for any split into micro batches and processes.
 
     The state of a row that runs fewer loops than the deepest of the step counts as unchanged after its last loop.
-    change: how far the last loop of each row moves its state. likeness: correlation of the tokens of a row after it.
+    change: the norm of the update by each row's last loop. likeness: correlation of the tokens of a row after it.
     """
 
     def __init__(self, deepest: int, device):
-        self.rms = torch.zeros(deepest, dtype=torch.float64, device=device)  # sums over tokens, of every loop
+        self.rms = torch.zeros(deepest, dtype=torch.float64, device=device)  # sum over tokens for each loop
         zeros = (torch.zeros(1, dtype=torch.float64, device=device) for _ in range(4))
         self.change, self.num_tokens, self.likeness, self.num_rows = zeros
         self.width = 0
 
     def add(self, states: Sequence[torch.Tensor], first: torch.Tensor, depths: list[int]):
-        """States of a micro batch after every loop, [rows, length, hidden] each, h_0, and the loops of every row."""
+        """Add a micro batch. states: after every loop, [rows, length, hidden] each. first: h_0. depths: loops of every
+        row."""
         deepest = len(self.rms)
         norms = [token_rms(state).double().sum() for state in states]
         self.rms += torch.stack([*norms, *[norms[-1]] * (deepest - len(norms))])
@@ -52,13 +53,13 @@ class StateNorms:
         self.width = states[0].shape[-1]
 
     def metrics(self, reduce: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, float]:
-        """reduce: the sum over processes, which all call this."""
+        """Return the means. reduce: sums a tensor over processes, so all processes call this method."""
         sums = torch.cat([self.rms, self.change, self.num_tokens, self.likeness, self.num_rows])
         *norms, change, num_tokens, likeness, num_rows = reduce(sums).tolist()
         norms = [norm / num_tokens for norm in norms]
         metrics = {f"residual_norm/loop_{k}": norm for k, norm in enumerate(norms, start=1)}
         metrics["residual_norm"], metrics["token_correlation"] = norms[-1], likeness / num_rows
-        # the same without the division by sqrt d: ||H_k||, as the Fully Looped Transformer's figures show it
+        # ||H_k||, not divided by sqrt d, as in the figures of the Fully Looped Transformer
         metrics |= {f"state_norm/loop_{k}": norm * self.width**0.5 for k, norm in enumerate(norms, start=1)}
         return metrics | ({"state_change": change / num_tokens} if len(norms) > 1 else {})
 
@@ -77,8 +78,8 @@ class Monitor:
         self.history, self.warned = dict(state["history"]), set(state["warned"])
 
     def measure_weights(self, model) -> dict[str, float]:
-        """Norms of gradients, and spectra: after the backward pass and before clipping. `model` is the bare causal
-        LM."""
+        """Measure gradient norms and spectra, after the backward pass and before clipping. `model` is the unwrapped
+        causal LM."""
         metrics = {}
         metrics["first_mlp_gradient_norm"] = gradient_norm((list(model.model.prelude) + list(model.model.core))[0].mlp)
         metrics |= {f"gradient_norm/{name}": gradient_norm(block) for name, block in watched_blocks(model).items()}
@@ -86,7 +87,7 @@ class Monitor:
         return {key: value for key, value in metrics.items() if value is not None}
 
     def warnings(self, metrics: dict[str, float]) -> list[str]:
-        """Record the metrics of a step; messages about those that have just left their range."""
+        """Record the metrics of a step, and return messages about those that have just left their range."""
         messages = []
         for name, (limit, factor) in LIMITS.items():
             if name not in metrics:

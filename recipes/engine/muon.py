@@ -1,10 +1,10 @@
-"""Muon as Parcae was trained with it; `torch.optim.Muon` is the plain one.
+"""Muon as used to train Parcae; `torch.optim.Muon` is the plain version.
 
-Three things are added: the iterations of Polar Express (Amsel et al., 2025), which choose new coefficients each time;
-a factored second moment, which gives every neuron's update one size (NorMuon; Li et al., 2025); and decay only where
-it agrees with the update (cautious weight decay).
+It adds three things: the iterations of Polar Express (Amsel et al., 2025), with different coefficients in each
+iteration; a factored second moment, which gives the updates of all neurons the same size (NorMuon; Li et al., 2025);
+and weight decay only where it has the same sign as the update (cautious weight decay).
 
-Of several processes, each makes its share of the matrices orthogonal, and all get all: the result is that of one.
+Each process orthogonalizes a share of the matrices and sends the results to all: the same result as one process.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -19,8 +19,8 @@ from torch.optim._muon import _zeropower_via_newtonschulz as newton_schulz
 from looped_recipes.common.measures import whole
 
 
-# (a, b, c) of x -> a x + b x^3 + c x^5: each the best after those before it for singular values from 1e-3 to 1, and,
-# but for the last, safe where they are 2 % above
+# (a, b, c) of x -> a x + b x^3 + c x^5: each is optimal after the ones before it for singular values from 1e-3 to 1,
+# and all except the last have a safety margin of 2 % for larger values
 POLAR_EXPRESS = (
     (8.156554524902461, -22.48329292557795, 15.878769915207462),
     (4.042929935166739, -2.808917465908714, 0.5000178451051316),
@@ -29,11 +29,11 @@ POLAR_EXPRESS = (
     (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
 )
 MARGIN = 1.02
-SMALLEST = 1e-10  # of what is divided by
+SMALLEST = 1e-10  # least value of divisors
 
 
 class SharedMuon(torch.optim.Muon):
-    """torch's Muon, whose iterations several processes share: each works on some of the matrices, gathered whole."""
+    """torch's Muon, with the iterations distributed: each process works on some of the matrices, gathered whole."""
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -52,8 +52,8 @@ class SharedMuon(torch.optim.Muon):
 
 
 class NorMuon(torch.optim.Optimizer):
-    """For matrices. `beta` averages the second moment; `dtype` is that of the iterations, by default bf16, as
-    published, and fp32 on CPUs, of which many take a hundred times as long for products in bf16."""
+    """Optimizer for matrices. beta: decay of the second moment's average. dtype: type of the iterations, by default
+    bf16, as published, and fp32 on CPUs, because many CPUs are a hundred times slower at products in bf16."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class NorMuon(torch.optim.Optimizer):
 
 
 def with_momentum(state: dict, gradient: torch.Tensor, momentum: float) -> torch.Tensor:
-    """The gradient mixed with the running average of gradients, which `state` keeps (Nesterov's momentum)."""
+    """Mix the gradient with the running average of gradients, which is kept in `state` (Nesterov's momentum)."""
     if "momentum_buffer" not in state:
         state["momentum_buffer"] = torch.zeros_like(gradient)
     average = state["momentum_buffer"].lerp_(gradient, 1 - momentum)
@@ -99,7 +99,7 @@ def with_momentum(state: dict, gradient: torch.Tensor, momentum: float) -> torch
 
 
 def factor_of_shape(matrix: torch.Tensor) -> float:
-    """What the rate of a matrix is multiplied with: the root of rows over columns where there are more rows."""
+    """Return the factor of a matrix's learning rate: sqrt(rows / columns) if there are more rows, else 1."""
     rows, columns = matrix.shape
     return max(1.0, rows / columns) ** 0.5
 
@@ -109,11 +109,12 @@ def num_processes() -> int:
 
 
 def shared_out(matrices: Iterable[torch.Tensor], function: Callable, dtype: torch.dtype) -> Iterator[torch.Tensor]:
-    """`function` of every whole matrix, of its shape and of this dtype, on every process; each computes its share."""
+    """Yield `function` of every whole matrix, with the same shape and this dtype, on all processes; each process
+    computes a share of them."""
     world, rank = num_processes(), dist.get_rank() if dist.is_initialized() else 0
     remaining = iter(matrices)
     while part := list(islice(remaining, world)):
-        whole_ones = map(whole, part)  # gathered by all processes, one after the other
+        whole_ones = map(whole, part)  # all processes gather each matrix in turn
         own = [function(matrix).contiguous() for owner, matrix in enumerate(whole_ones) if owner == rank]
         for owner, matrix in enumerate(part):
             result = own[0] if owner == rank else torch.empty(matrix.shape, dtype=dtype, device=matrix.device)
@@ -123,7 +124,7 @@ def shared_out(matrices: Iterable[torch.Tensor], function: Callable, dtype: torc
 
 
 def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
-    """U V^T of matrix = U S V^T, nearly: singular values end close to 1."""
+    """Approximate U V^T of matrix = U S V^T: the singular values of the result are close to 1."""
     x = matrix.mT if matrix.shape[0] > matrix.shape[1] else matrix
     x = x / (MARGIN * x.norm() + 1e-6)
     for a, b, c in POLAR_EXPRESS:
@@ -133,13 +134,13 @@ def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
 
 
 def factored_shape(matrix: torch.Tensor) -> tuple[int, int]:
-    """One number for each row, or for each column where there are more of these."""
+    """Return the shape of the second moment: one number per row, or per column if there are more columns."""
     rows, columns = matrix.shape
     return (rows, 1) if rows >= columns else (1, columns)
 
 
 def evened(update: torch.Tensor, second_moment: torch.Tensor, beta: float) -> torch.Tensor:
-    """`update` over the root of its rows' (or columns') mean square, averaged over steps; its norm stays."""
+    """Divide `update` by the root of the mean square of each row (or column), averaged over steps; keep its norm."""
     along = -1 if second_moment.shape[1] == 1 else -2
     second_moment.lerp_(update.square().mean(along, keepdim=True), 1 - beta)
     scaled = update * second_moment.clamp(min=SMALLEST).rsqrt()
@@ -147,7 +148,7 @@ def evened(update: torch.Tensor, second_moment: torch.Tensor, beta: float) -> to
 
 
 def sharded_as(parameter: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor`, which every process has, in the shards of `parameter`."""
+    """Shard `tensor`, which every process has whole, like `parameter`."""
     if not isinstance(parameter, DTensor):
         return tensor
     mesh = parameter.device_mesh

@@ -1,8 +1,8 @@
-"""Optimizers, learning rate schedules, and what else an optimizer changes with the step.
+"""Optimizers, learning rate schedules, and other optimizer settings that change with the step.
 
-AdamW takes everything, or with `name: muon` or `normuon` what is not a matrix of a block: embeddings, head, norms,
-gates, biases, injection and readout projection (Parcae, table 20). What changes with the step is set from the step
-alone, so that a resumed run needs nothing but its number.
+AdamW takes all parameters, or with `name: muon` or `normuon` those that are not matrices of a block: embeddings, head,
+norms, gates, biases, injection and readout projection (Parcae, table 20). Settings that change with the step depend on
+the step number only, so that a resumed run needs no other state.
 """
 
 from functools import partial
@@ -26,7 +26,8 @@ from .stable_adamw import StableAdamW
 
 
 def build_optimizers(model: nn.Module, config: OptimizerConfig, total_steps: int) -> list[torch.optim.Optimizer]:
-    """[AdamW] or [Muon, AdamW], without one that has nothing to train. `model` is not wrapped in DDP yet."""
+    """Build [AdamW] or [Muon, AdamW], without an optimizer that has nothing to train. `model` is not wrapped in DDP
+    yet."""
     check_head(model, config)
     groups = adamw_groups(model, config)
     optimizers = []
@@ -52,14 +53,14 @@ def adamw(groups: list[dict], config: OptimizerConfig) -> torch.optim.Optimizer:
     settings = {"lr": config.lr, "betas": tuple(config.betas), "eps": config.eps}
     groups = [{**group, "params": of_mesh} for group in groups for of_mesh in by_mesh(group["params"])]
     if not (config.update_clipping or config.atan2):
-        # one kernel for all tensors; the model goes to the GPU after the optimizer is made
+        # fused: one kernel for all tensors. The model is moved to the GPU only after the optimizer is made
         return torch.optim.AdamW(groups, **settings, fused=True if torch.cuda.is_available() else None)
     return StableAdamW(groups, **settings, clipping=config.update_clipping, atan2=config.atan2)
 
 
 def adamw_groups(model: nn.Module, config: OptimizerConfig) -> list[dict]:
-    """`model.parameter_groups`, with groups of their own for embeddings and head where they have their own rates, and
-    for what does not decay."""
+    """Return `model.parameter_groups`, with separate groups for embeddings and head if their rates differ, and for
+    parameters without decay."""
     groups = groups_by_rate(model, config)
     if config.decay_all:
         return groups
@@ -72,7 +73,7 @@ def adamw_groups(model: nn.Module, config: OptimizerConfig) -> list[dict]:
 
 
 def not_to_decay(model: nn.Module) -> list[nn.Parameter]:
-    """Norms, biases and other vectors, also those of each loop; B and C of Parcae."""
+    """Return the parameters without decay: norms, biases and other vectors, also per-loop ones; B and C of Parcae."""
     matrices = [
         module.weight for module in model.modules() if getattr(module, "init_role", None) in ("identity", "readout")
     ]
@@ -107,8 +108,8 @@ def groups_by_rate(model: nn.Module, config: OptimizerConfig) -> list[dict]:
 
 
 def block_matrices(model: nn.Module, value_gates: bool) -> list[nn.Parameter]:
-    """What Muon takes: projections of attention and MLP that all loops share. Gates of value embeddings are matrices
-    but stay with AdamW unless they are asked for; so do those that make factors of an embedding of the time."""
+    """Return the parameters for Muon: projections of attention and MLP that all loops share. Gates of value embeddings
+    are matrices but use AdamW unless `value_gates`; so do matrices that make factors from an embedding of the time."""
     trunk = getattr(model, model.base_model_prefix, model)
     return [
         module.weight
@@ -121,7 +122,8 @@ def block_matrices(model: nn.Module, value_gates: bool) -> list[nn.Parameter]:
 
 
 def muon_group(model: nn.Module, config: OptimizerConfig, matrices: list[nn.Parameter]) -> dict:
-    """Rate and decay follow depth as AdamW's do; `decay_factor` is that of the decay, which changes with the step."""
+    """Return the group of Muon. Rate and decay are corrected for depth like AdamW's; `decay_factor` multiplies the
+    decay, which changes with the step."""
     blocks = model.parameter_groups(
         config.muon_lr,
         1.0,
@@ -133,14 +135,14 @@ def muon_group(model: nn.Module, config: OptimizerConfig, matrices: list[nn.Para
 
 
 def without(groups: list[dict], parameters: list[nn.Parameter]) -> list[dict]:
-    """`groups` less `parameters`, and less groups that this leaves empty."""
+    """Return `groups` without `parameters`, and without groups that become empty."""
     gone = {id(parameter) for parameter in parameters}
     groups = [{**group, "params": [p for p in group["params"] if id(p) not in gone]} for group in groups]
     return [group for group in groups if group["params"]]
 
 
 def apply_step_settings(optimizers: list[torch.optim.Optimizer], step: int, config: OptimizerConfig, total_steps: int):
-    """Momentum and weight decay of Muon at `step`, which counts from 0. Before every optimizer step."""
+    """Set momentum and weight decay of Muon for `step`, counted from 0. Called before every optimizer step."""
     warmed = 1.0 if config.muon_momentum_steps < 1 else min(1.0, step / config.muon_momentum_steps)
     momentum = (1 - warmed) * config.muon_momentum_start + warmed * config.muon_momentum
     decay = config.muon_weight_decay
@@ -157,7 +159,7 @@ def apply_step_settings(optimizers: list[torch.optim.Optimizer], step: int, conf
 def build_schedulers(
     optimizers: list[torch.optim.Optimizer], config: ScheduleConfig, total_steps: int
 ) -> list[LambdaLR]:
-    """One schedule per optimizer, the same multiple of every base rate. `set_learning_rates` moves them to a step."""
+    """Build one schedule per optimizer; all base rates get the same factor. `set_learning_rates` sets the step."""
     check_schedule(config, total_steps)
     decay_steps = decay_steps_of(config, total_steps)
     schedulers = []
@@ -177,7 +179,8 @@ def build_schedulers(
 
 
 def warm_up_stay_decay(step: int, warmup: int, decay: int, total: int, final_ratio: float) -> float:
-    """Of the base rate. That of transformers begins its warm-up at the last ratio, not at 0."""
+    """Return the factor of the base rate. transformers' schedule of this kind starts its warm-up at the final ratio,
+    not at 0."""
     if step < warmup:
         return step / warmup
     if step < total - decay:
@@ -187,23 +190,24 @@ def warm_up_stay_decay(step: int, warmup: int, decay: int, total: int, final_rat
 
 
 def set_learning_rates(schedulers: list[LambdaLR], step: int):
-    """The learning rates of `step`, which counts from 0, whatever step was before."""
+    """Set the learning rates of `step`, counted from 0; they do not depend on the step before."""
     for scheduler in schedulers:
         scheduler.last_epoch = step
         rates = [base * factor(step) for base, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas)]
         for group, rate in zip(scheduler.optimizer.param_groups, rates):
             group["lr"] = rate
-        scheduler._last_lr = rates  # what get_last_lr returns
+        scheduler._last_lr = rates  # returned by get_last_lr
 
 
 def learning_rates(optimizers: list[torch.optim.Optimizer]) -> dict[str, float]:
-    """As they are logged."""
+    """Return the learning rates to log, one per optimizer."""
     groups = [optimizer.param_groups[0] for optimizer in optimizers]
     return {"muon_lr" if group.get("name") == "muon" else "lr": group["lr"] for group in groups}
 
 
 def check_head(model: nn.Module, config: OptimizerConfig):
-    """Of a recipe that starts from a saved model, nothing before knows whether its head is tied."""
+    """Refuse a rate for a tied head. This check needs the model: for a recipe that starts from a saved model, earlier
+    checks do not know whether the head is tied."""
     if config.head_lr is not None and model.config.tie_word_embeddings:
         raise RecipeError(
             f"optimizer.head_lr={config.head_lr} has no weight of its own to act on: the head is tied to the "

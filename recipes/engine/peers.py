@@ -14,7 +14,7 @@ from looped_recipes.common.errors import CommandError
 FOREVER = timedelta(days=365)
 PREPARED, SAID = "looped/prepared", "looped/said"  # keys in the store that all processes share
 CALLS = count()  # numbers the calls of main_process_first, in the same order on every process
-# parts of messages of errors that a process meets because another one is gone
+# parts of the error messages that a process gets because another one has ended
 LOST = ("Connection closed by peer", "Connection reset", "Broken pipe", "gloo", "NCCL", "ProcessGroup", "TCPStore")
 
 
@@ -25,13 +25,13 @@ GONE = (
 
 
 class PeerLost(CommandError):
-    """Another process of the launch is gone."""
+    """Another process of the launch has ended."""
 
 
 def main_process_first(function: Callable):
-    """`function(is_main)` on the main process, and on the others when it is done there.
+    """Call `function(is_main)` on the main process, and after that on the others.
 
-    They wait at the store, not in a collective, whose time limit ends a launch: preparing data may take days.
+    The others wait at the store, because preparing data may take days and a collective would time out.
     """
     if not dist.is_initialized():
         return function(True)
@@ -53,7 +53,7 @@ def main_process_first(function: Callable):
 
 @contextmanager
 def one_message():
-    """Of all processes, the first that fails says why; the others, which fail because of it, end without a word."""
+    """Let only the first process that fails raise its error; the others, which fail as a result, exit silently."""
     try:
         yield
     except Exception as error:
@@ -69,7 +69,7 @@ def one_message():
 def is_first_to_fail() -> bool:
     try:
         return _get_default_store().add(SAID, 1) == 1
-    except Exception:  # the store went with the process that kept it
+    except Exception:  # the process that hosted the store has ended
         return True
 
 

@@ -1,4 +1,4 @@
-"""What the CPU and the GPU do in a few steps, as a trace for chrome://tracing or ui.perfetto.dev."""
+"""Profile CPU and GPU for a few steps, as a trace for chrome://tracing or ui.perfetto.dev."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ from .saving import process_index
 
 
 class Profile:
-    """Of `num_steps` from `first` on: one file for each process."""
+    """Profiles `num_steps` steps from `first` on, and writes one file for each process."""
 
     def __init__(self, folder: Path, first: int, num_steps: int):
         self.folder, self.steps = folder, range(first, first + num_steps)
@@ -32,7 +32,7 @@ class Profile:
             self.write()
 
     def write(self):
-        """What was seen until now."""
+        """Stop the profiler, and write the trace of the steps so far."""
         if self.running is not None:
             running, self.running = self.running, None
             running.stop()

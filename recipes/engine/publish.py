@@ -56,9 +56,10 @@ With `import modeling_looped` before, nothing asks for `trust_remote_code`.
 
 
 def model_card(recipe: Recipe, config, metrics_path: str | Path, folder: Path, steps: int) -> str:
-    """The README of a model that is exported to `folder`, filled from its run; steps: after which that was."""
+    """Return the README of a model exported to `folder`, filled with data of its run. steps: training steps before the
+    export."""
     run = Path(metrics_path).absolute().parent
-    place = recipe.training.push_to_hub or f"./{folder.absolute().name}"  # which no repository is called
+    place = recipe.training.push_to_hub or f"./{folder.absolute().name}"  # no repository has a name like ./folder
     records = [record for record in read_metrics(metrics_path) if record["step"] < steps]
     losses, bits = (last_validation(records, measure) for measure in ("loss", "bits_per_byte"))
     rows = (f"| {k} | {losses[k]:.4f} | {bits[k]:.4f} |" for k in losses)
@@ -83,7 +84,7 @@ def model_card(recipe: Recipe, config, metrics_path: str | Path, folder: Path, s
 
 
 def without_places(recipe: dict) -> dict:
-    """A recipe in which files and folders are names: where they lay on this machine helps nobody."""
+    """Replace paths in a recipe by file or folder names: paths on this machine are of no use to readers."""
     return {
         section: {
             key: without_place(value) if key in PATHS.get(section, ()) else value for key, value in fields.items()
@@ -98,13 +99,13 @@ def without_place(name: str | None) -> str | None:
 
 
 def create_repository(name: str):
-    """Before training, so that a name or login that does not work is found then."""
+    """Create the repository before training, so that a wrong name or login is found early."""
     with errors_of_the_hub(f"can not push to {name!r}", "run `hf auth login`, or leave training.push_to_hub out"):
         HfApi().create_repo(name, exist_ok=True)
 
 
 def push(folder: str | Path, name: str) -> str:
-    """Upload an exported folder; its address."""
+    """Upload an exported folder, and return its address."""
     check_folder(folder)
     with errors_of_the_hub(
         f"could not push {folder} to {name!r}", f"the model is whole there; try `hf upload {name} {folder}`"

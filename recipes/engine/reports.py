@@ -1,4 +1,4 @@
-"""Reports of steps: read, logged, and the end of a run whose loss or gradients are no longer numbers."""
+"""Read and log the reports of steps, and end a run whose loss or gradients are no longer finite."""
 
 import math
 import os
@@ -25,12 +25,12 @@ class StepReports:
     log: Callable[[int, dict], None]
     bar: tqdm
     operations: Operations
-    signals: float = 0  # sum of the signals that came to the processes; above 0, the run is to end
-    held: Report | None = None  # the last one, which is not read yet
-    # since the clock started
+    signals: float = 0  # sum of the signal numbers over all processes; above 0, the run must end
+    held: Report | None = None  # the last report, not read yet
+    # counted since the clock started
     clock: float = field(init=False)
     timed_steps: int = field(init=False)
-    timed_flops: float = field(init=False)  # of one token, added up over these steps
+    timed_flops: float = field(init=False)  # operations per token, summed over these steps
     has_warned_of_long_steps: bool = field(default=False, init=False)
 
     def __post_init__(self):
@@ -39,7 +39,7 @@ class StepReports:
         self.start_clock()
 
     def hold(self, report: Report):
-        """Keep a report for later, and read the one before, whose numbers are there by now, or soon."""
+        """Keep a report for later, and read the one before, whose numbers are ready now or soon."""
         self.read_held()
         self.held = report
 
@@ -49,14 +49,14 @@ class StepReports:
             self.read(held)
 
     def read(self, report: Report) -> bool:
-        """Log a report. Whether loss and gradients of the step are numbers."""
+        """Log a report. Return whether the loss and gradients of the step are finite."""
         loss, self.signals, norm = report.read()
         metrics = {"loss": loss / self.accelerator.num_processes, **report.known}
         if self.recipe.optimizer.clip is not None:
             metrics["gradient_norm"] = norm
         is_finite = math.isfinite(loss) and math.isfinite(norm)
         if not is_finite:
-            # under fp16 gradients overflow whenever the scale has grown too high: that shrinks it, and is no fault
+            # under fp16 gradients overflow when the loss scale is too high: this lowers the scale and is no failure
             if not math.isfinite(loss) or self.steps.scaler is None:
                 self.count_skipped(report.step, metrics["loss"], norm)
             metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
@@ -64,7 +64,8 @@ class StepReports:
         return is_finite
 
     def count_skipped(self, step: int, loss: float, gradient_norm: float):
-        """Count a step whose loss or gradients are no numbers; an error if these are more than the recipe allows."""
+        """Count a step whose loss or gradients are not finite. Raise an error if there are more than the recipe
+        allows."""
         limit, skipped = self.recipe.training.skip_nonfinite_steps, self.progress.num_skipped
         what = f"the gradient norm of step {step} is {gradient_norm}"
         if not math.isfinite(loss):
@@ -86,7 +87,7 @@ class StepReports:
         self.timed_flops += self.operations.per_token(step)
         done, logging = step + 1, self.recipe.logging
         is_timed = step == 0 or done % logging.every == 0 or done == self.steps.total_steps
-        if is_timed:  # not at each monitored step too: the one between two of these is no measure of speed
+        if is_timed:  # not at monitored steps too: the single step between both would be no measure of speed
             seconds = time.perf_counter() - self.clock
             speed = self.timed_steps * self.operations.tokens_per_step / seconds
             metrics.update(tokens_per_second=speed, mfu=speed * self.timed_flops / self.timed_steps / self.peak)
@@ -103,7 +104,7 @@ class StepReports:
         self.bar.update(1)
 
     def warn_of_long_steps(self, seconds: float):
-        """A launcher kills its processes some time after SIGTERM, whether they have saved the step or not."""
+        """Warn if steps are long: a launcher kills its processes some time after SIGTERM, saved or not."""
         limit = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 30))
         if "TORCHELASTIC_RUN_ID" in os.environ and seconds > limit / 2 and not self.has_warned_of_long_steps:
             self.has_warned_of_long_steps = True

@@ -1,10 +1,10 @@
-"""Which settings must agree before a run goes on from a checkpoint.
+"""Compare settings before a run continues from a checkpoint.
 
-Refused if different: the model, the tokens, their order and depths, the kind of optimizer, the precision. Rates,
-other settings of optimizers and the schedule may be changed on purpose (`training.resume=changed`), and the length of
-the run and its validation text at any time; what was changed is printed, and so are other versions of code and
-libraries. Everything else (logging, saving, compiling, processes, and without dropout micro batches) changes no step
-beyond rounding and is not compared.
+Refused if different: the model, the tokens, their order and depths, the type of optimizer, the precision. Learning
+rates, other optimizer settings and the schedule may be changed on purpose (`training.resume=changed`); the length of
+the run and its validation text may change at any time. Changes are printed, as are different versions of code and
+libraries. All other settings (logging, saving, compiling, processes, and without dropout micro batches) change steps
+only by rounding and are not compared.
 """
 
 import dataclasses
@@ -25,10 +25,10 @@ from .saving import CheckpointError
 
 
 NUM_SAMPLED_ROWS = 64
-OF_LENGTH = (*LENGTHS, "count_embedding")  # settings of `training` that say how long a run is
-VALIDATION = "validation"  # the section of what a run is scored on
-VOLATILE = {"transformers_version", "_name_or_path", "architectures", "auto_map", "dtype"}  # of a model's config
-COMPARED_TRAINING = (  # settings of `training` that decide what a step computes, or how many there are
+OF_LENGTH = (*LENGTHS, "count_embedding")  # settings of `training` that set the length of a run
+VALIDATION = "validation"  # the compared section that describes the validation rows
+VOLATILE = {"transformers_version", "_name_or_path", "architectures", "auto_map", "dtype"}  # fields of model configs
+COMPARED_TRAINING = (  # settings of `training` that affect the computation of a step or the number of steps
     "seed",
     "rows_per_step",
     "initialize_from",
@@ -41,7 +41,7 @@ COMPARED_TRAINING = (  # settings of `training` that decide what a step computes
 
 
 def compared_settings(recipe: Recipe, model_config: dict, data) -> dict:
-    """Everything that is compared, in sections; `data` is what `shards.prepare` returns."""
+    """Return all compared settings, in sections. data: the result of `shards.prepare`."""
     dense = {} if recipe.dense.path is None else {"dense": dataclasses.asdict(recipe.dense)}
     return {
         **dense,
@@ -66,7 +66,7 @@ def compared_settings(recipe: Recipe, model_config: dict, data) -> dict:
 
 
 def sample_of_rows(rows) -> str:
-    """A hash of rows spread over all: the same text gives it wherever the files lie."""
+    """Return a hash of rows spread over the data set. It depends on the text only, not on where the files are."""
     digest = hashlib.sha256()
     for index in sorted(set(np.linspace(0, len(rows) - 1, NUM_SAMPLED_ROWS).astype(int).tolist())):
         digest.update(rows.tokens(index).tobytes())
@@ -74,7 +74,7 @@ def sample_of_rows(rows) -> str:
 
 
 def may_change(name: str, resume: bool | str) -> bool:
-    """Whether a run may go on although this setting, of a dotted name, is another."""
+    """Return whether a run may continue although the setting with this dotted name has changed."""
     if name in {f"training.{key}" for key in OF_LENGTH} or name.startswith(VALIDATION):
         return True
     on_purpose = name.startswith(("optimizer.", "schedule.")) and name != "optimizer.name"
@@ -82,9 +82,10 @@ def may_change(name: str, resume: bool | str) -> bool:
 
 
 def comparable(config: dict) -> dict:
-    """As JSON gives it back, without fields that depend on how and with which version the model was loaded."""
+    """Convert a config to plain JSON values, without fields that depend on how and with which version the model was
+    loaded."""
     config = {key: value for key, value in config.items() if key not in VOLATILE}
-    if config.get("trained_num_loops") == config.get("num_loops"):  # as older checkpoints have it
+    if config.get("trained_num_loops") == config.get("num_loops"):  # older checkpoints lack the field
         config.pop("trained_num_loops", None)
     return json.loads(json.dumps(config, default=str, sort_keys=True))
 
@@ -103,15 +104,15 @@ def refuse_other_config(path: Path, saved: dict, config: dict, may_change: Calla
 
 
 def refuse_lost_run(output: Path):
-    """An error if a run without a checkpoint has come further than its first one: its metrics would be lost."""
+    """Refuse a run without a checkpoint that is past its first save: starting again would lose its metrics."""
     reached = max((record["step"] for record in read_metrics(output / "metrics.jsonl")), default=-1)
     try:
         recipe = yaml.safe_load((output / "recipe.yaml").read_text())
         first = int(recipe["training"]["save_every"])
-        # in the background the first is sure to be whole only when the second is due
+        # with background saving, the first checkpoint is certainly complete only when the second is due
         first *= 2 if recipe["training"].get("save_in_background") else 1
     except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
-        first = 0  # whatever was logged may have been saved
+        first = 0  # any logged step may have been saved
     if (output / "final").exists() or reached >= first:
         came = "a finished model in final/" if (output / "final").exists() else f"metrics until step {reached}"
         raise CheckpointError(
@@ -121,7 +122,7 @@ def refuse_lost_run(output: Path):
 
 
 def other_versions(made_by: dict) -> str:
-    """Versions of code and libraries with which a checkpoint was made and that are others here, in words."""
+    """List the versions of code and libraries that differ between a checkpoint and this machine, in words."""
     here, there = {**versions(), "commit": commit()}, {**made_by.get("versions", {}), "commit": made_by.get("commit")}
     names = ("torch", "transformers", "modeling-looped", "commit")
     return ", ".join(
@@ -137,7 +138,7 @@ def shown(differences: list[tuple[str, object, object]], limit: int = 8) -> str:
 
 
 def differing(old: dict, new: dict, prefix: str = "") -> list[tuple[str, object, object]]:
-    """(dotted name, old value, new value) where two nested dicts differ; a missing key counts as None."""
+    """Return (dotted name, old value, new value) where two nested dicts differ; a missing key counts as None."""
     found = []
     for key in sorted({*old, *new}):
         before, after = old.get(key), new.get(key)

@@ -1,4 +1,4 @@
-"""The checkpoints of one run: which it goes on from, and what it saves."""
+"""The checkpoints of one run: finding the one to continue from, and saving new ones."""
 
 import json
 import math
@@ -36,14 +36,14 @@ from .saving import from_all_processes, on_main_process
 
 @dataclass
 class Progress:
-    """How far a run has come."""
+    """The progress of a run."""
 
-    step: int = 0  # steps that are done
-    num_skipped: int = 0  # steps that were left out because they came to no numbers
-    best: float = math.inf  # the least validation loss of a checkpoint; not every checkpoint has one
+    step: int = 0  # completed steps
+    num_skipped: int = 0  # steps without an update because their loss or gradients were not finite
+    best: float = math.inf  # the lowest validation loss of a checkpoint; not every checkpoint has one
     last_validation: float = math.inf
-    evaluated_at: int | None = None  # steps that were done then
-    total_steps: int | None = None  # of the whole run; unknown of checkpoints that older versions made
+    evaluated_at: int | None = None  # completed steps at the last validation
+    total_steps: int | None = None  # length of the whole run; unknown for checkpoints of older versions
 
 
 class RunCheckpoints:
@@ -65,7 +65,7 @@ class RunCheckpoints:
         self.background = Background() if recipe.training.save_in_background else None
 
     def start(self) -> tuple[Progress, Path | None]:
-        """Load the newest whole checkpoint, or begin."""
+        """Load the newest complete checkpoint. Without one, begin at step 0."""
         found = sound_checkpoint(self.folder)
         if found is not None and not self.recipe.training.resume:
             raise RecipeError(
@@ -79,7 +79,7 @@ class RunCheckpoints:
         return Progress(), None
 
     def write_beginning(self, step: int, checkpoint: Path | None):
-        """The files of the run as they are at `step`, before it begins or goes on from a checkpoint."""
+        """Write the files of the run for `step`, before the run begins or continues from a checkpoint."""
         for folder in (self.output, self.folder):
             remove_leftovers(folder)
         self.metrics.start(step, None if checkpoint is None else checkpoint / METRICS)
@@ -87,7 +87,7 @@ class RunCheckpoints:
         append_line(self.output / "provenance.jsonl", json.dumps({"step": step, **provenance()}))  # each launch
 
     def load_newest(self, found: Path) -> tuple[Progress, Path]:
-        """Load the newest checkpoint whose weights and moments are finite; how far it had come, and where it lies."""
+        """Load the newest checkpoint with finite weights and moments. Return its progress and its path."""
         refused = {}
         while True:
             progress, changes = self.load(found)
@@ -100,12 +100,12 @@ class RunCheckpoints:
             found = sound_checkpoint(self.folder, refused)
 
     def nonfinite_part(self) -> str | None:
-        """Which weight or moment is not finite, on any of the processes; None if all are."""
+        """Describe a weight or moment that is not finite on any process; None if all are finite."""
         parts = from_all_processes(lambda: nonfinite_part(self.model, self.optimizers), self.output)
         return next((part for part in parts if part is not None), None)
 
     def load(self, checkpoint: Path) -> tuple[Progress, list]:
-        """Load a checkpoint; how far the run had come there, and which settings have changed since."""
+        """Load a checkpoint. Return its progress, and the settings that have changed since."""
         own, marker = dict(self.compared), read_marker(checkpoint)
         # older versions did not save these settings, so they are not compared
         for name in {"precision", "rows_of_dropout", VALIDATION} - marker["config"].keys():
@@ -146,10 +146,10 @@ class RunCheckpoints:
             "skipped_steps": progress.num_skipped,
             "total_steps": progress.total_steps,
         }
-        if (scaler := getattr(self.accelerator, "scaler", None)) is not None:  # of fp16
+        if (scaler := getattr(self.accelerator, "scaler", None)) is not None:  # scaler of fp16
             extra["scaler"] = scaler.state_dict()
         for tracker in self.accelerator.trackers:
-            if hasattr(tracker.tracker, "flush"):  # as TensorBoard's writer has
+            if hasattr(tracker.tracker, "flush"):  # e.g. TensorBoard's writer
                 tracker.tracker.flush()
         save_checkpoint(
             self.folder,
@@ -166,7 +166,7 @@ class RunCheckpoints:
         )
 
     def wait(self):
-        """Until what was saved is whole."""
+        """Wait until the checkpoints written in the background are complete."""
         if self.background is not None:
             self.background.wait()
 

@@ -1,7 +1,7 @@
-"""Reading torch's sharded checkpoints without running what is in them.
+"""Read torch's sharded checkpoints without executing code that they contain.
 
-The index of such a checkpoint is a pickle, and a pickle may call any function. Here it may only make the objects that
-an index is made of; tensors are read with `weights_only`, and nothing else is.
+The index of such a checkpoint is a pickle, and a pickle may call any function. Here it may only make the types of
+objects that an index consists of. Tensors are read with `weights_only`, and all other entries are refused.
 """
 
 import pickle
@@ -33,7 +33,7 @@ ALLOWED = {
         )
     ),
 }
-PATHS = {"PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"}  # where it was written
+PATHS = {"PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"}  # types of the path to which it was written
 
 
 class IndexUnpickler(pickle.Unpickler):
@@ -46,7 +46,7 @@ class IndexUnpickler(pickle.Unpickler):
 
 
 class TensorReader(FileSystemReader):
-    """Reads tensors, and the index of where they lie."""
+    """Reads the index with the safe unpickler, and the tensors that it lists."""
 
     def read_metadata(self, *args, **kwargs):
         with open(Path(self.path) / ".metadata", "rb") as file:
@@ -57,7 +57,7 @@ class TensorReader(FileSystemReader):
 
 
 class TensorPlanner(DefaultLoadPlanner):
-    """What is no tensor would be unpickled: it is refused."""
+    """Refuses entries that are not tensors, because they would be unpickled."""
 
     def load_bytes(self, read_item, value):
         raise pickle.UnpicklingError(f"{read_item.dest_index.fqn} is no tensor")

@@ -1,4 +1,4 @@
-"""What a run writes: one process writes, the others learn of its errors, and no two runs share a folder."""
+"""Writing of a run: one process writes, the others get its errors, and no two runs share a folder."""
 
 import errno
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from looped_recipes.common.folder_lock import exclusive
 
 
 class CheckpointError(CommandError):
-    """A checkpoint that could not be written, or does not belong to this run."""
+    """A checkpoint could not be written, or does not belong to this run."""
 
 
 def error_of_saving(folder: Path, error: BaseException) -> CheckpointError:
@@ -23,7 +23,7 @@ def error_of_saving(folder: Path, error: BaseException) -> CheckpointError:
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """The first error of a process, inside what torch.distributed.checkpoint makes of it."""
+    """Return the first process's error inside the exception of torch.distributed.checkpoint."""
     if isinstance(error, CheckpointException) and error.failures:
         return root_cause(next(iter(error.failures.values()))[0])
     return error
@@ -38,7 +38,7 @@ def process_index() -> int:
 
 
 def from_all_processes(function: Callable, folder: Path, group: dist.ProcessGroup | None = None) -> list:
-    """What `function` returns on each process, or the first error, on every process."""
+    """Call `function` on each process. Every process returns all results, or raises the first error."""
     result, error = attempt(function, folder)
     shared = [(result, error)]
     if dist.is_initialized():
@@ -51,7 +51,7 @@ def from_all_processes(function: Callable, folder: Path, group: dist.ProcessGrou
 
 
 def attempt(function: Callable, folder: Path) -> tuple:
-    """(what it returns, None) or (None, its error): whatever it is, other processes must not wait for it."""
+    """Return (result, None) or (None, error) of `function`. Every error is caught, as other processes would wait."""
     try:
         return function(), None
     except Exception as failure:
@@ -59,7 +59,7 @@ def attempt(function: Callable, folder: Path) -> tuple:
 
 
 def on_main_process(function: Callable, folder: Path, group: dist.ProcessGroup | None = None):
-    """What `function` returns on the main process, or its error, on every process."""
+    """Call `function` on the main process. Every process returns its result, or raises its error."""
     result, error = attempt(function, folder) if is_main_process() else (None, None)
     if dist.is_initialized():
         shared = [(result, error)]
@@ -72,7 +72,7 @@ def on_main_process(function: Callable, folder: Path, group: dist.ProcessGroup |
 
 @contextmanager
 def only_run(folder: Path):
-    """No other run writes to `folder` meanwhile."""
+    """Keep other runs from writing to `folder` inside this context."""
 
     def refuse(lock):
         raise CheckpointError(

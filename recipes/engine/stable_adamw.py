@@ -1,9 +1,9 @@
-"""AdamW with update clipping and without epsilon, as recurrent-depth models were trained (Huginn; Parcae's table 3).
+"""AdamW with update clipping and without epsilon, as used to train recurrent-depth models (Huginn; Parcae's table 3).
 
 Update clipping (StableAdamW; Wortsman et al., 2023): the rate of a tensor is divided by the root mean square of
-g / sqrt(v) where that is above 1, so that a gradient much larger than those before moves it no further. Without
-epsilon (Everett et al., 2024): atan2(m, sqrt(v)) for m / (sqrt(v) + eps), which is m / sqrt(v) where that is small,
-and there is no epsilon to choose.
+g / sqrt(v) if that is above 1, so that a gradient much larger than those before does not cause a larger update.
+Without epsilon (Everett et al., 2024): atan2(m, sqrt(v)) replaces m / (sqrt(v) + eps). It is close to m / sqrt(v) if
+that is small, and there is no epsilon to choose.
 """
 
 import torch
@@ -12,7 +12,8 @@ from looped_recipes.common.measures import whole
 
 
 class StableAdamW(torch.optim.Optimizer):
-    """With `clipping`, v is at least eps^2; `eps` has no other meaning under `atan2`."""
+    """AdamW with optional update clipping and atan2. With `clipping`, v is at least eps^2; with `atan2`, `eps` has no
+    other use."""
 
     def __init__(self, params, lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0, clipping=True, atan2=True):
         settings = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}

@@ -1,9 +1,9 @@
 """One step: forward, backward and update on all its rows.
 
-Except where the monitor measures, nothing in a step waits for a GPU: what is logged of it (`Report`) is read when the
-next step is on its way. It is read before the update where a step may have to be left out: with
-training.skip_nonfinite_steps, and under fp16, whose scale may be too high; and on a CPU, which has computed a number
-when it returns it.
+Except for the measurements of the monitor, a step never waits for a GPU: its logged numbers (`Report`) are read after
+the next step has been launched. They are read before the update in two cases: if a step may have to be skipped (with
+training.skip_nonfinite_steps, and under fp16, whose loss scale may be too high), and on a CPU, which computes
+synchronously.
 """
 
 import math
@@ -28,35 +28,36 @@ from .validation import depths_in_one_pass
 
 
 class Report(NamedTuple):
-    """What is logged of a step: numbers that are known when it is on its way, and those that a GPU still computes."""
+    """The logged numbers of a step: those known when it is launched, and those that a GPU still computes."""
 
     step: int
     known: dict[str, float]
-    numbers: Behind  # sums over processes of their losses and of the signals that came to them; the gradient norm
+    numbers: Behind  # loss and signal number, summed over processes; the gradient norm
 
     def read(self) -> tuple[float, float, float]:
-        """(loss, signals, gradient norm); waits until they are computed."""
+        """Wait for and return (loss, signals, gradient norm)."""
         loss, signals, norm = self.numbers.read()
         return loss, signals, norm
 
 
 class Steps:
-    """`schedulers` and `optimizers` as built, `model` as distributed."""
+    """Computes the steps of a run. `optimizers` and `model` come from `distribute`, `schedulers` from
+    `build_schedulers`."""
 
     def __init__(self, recipe: Recipe, accelerator, model, optimizers, schedulers, batches: Batches, total_steps: int):
         self.recipe, self.accelerator, self.model, self.batches = recipe, accelerator, model, batches
         self.optimizers, self.schedulers, self.total_steps = optimizers, schedulers, total_steps
-        self.labels: tuple[int, torch.Tensor | None] = (-1, None)  # a step, and its number of labels on all processes
+        self.labels: tuple[int, torch.Tensor | None] = (-1, None)  # (step, number of its labels on all processes)
 
     @property
     def reads_behind(self) -> bool:
-        """Whether a step is updated before its report is read."""
+        """Whether the update of a step comes before its report is read."""
         may_be_left_out = self.recipe.training.skip_nonfinite_steps or self.scaler is not None
         return self.accelerator.device.type != "cpu" and not may_be_left_out
 
     def begin(self):
-        """Where DDP would add up the first step of a launch otherwise than the steps after it, a pass comes first that
-        is thrown away: a run that goes on then adds up as one that was never stopped."""
+        """Run and discard one pass if DDP would sum gradients in the first step of a launch in another order than in
+        later steps: so a resumed run sums in the same order as an uninterrupted one."""
         if puts_gradients_into_other_buckets(self.model):
             begin_step(self.recipe.training.compile == "cuda_graphs")
             self.backward(0, None)
@@ -64,14 +65,14 @@ class Steps:
                 optimizer.zero_grad()
 
     def compute(self, step: int, monitor: Monitor | None, interruption: Interruption) -> Report:
-        """Loss and gradients of a step. monitor: measures states and gradients too."""
+        """Compute the loss and gradients of a step. monitor: if set, states and gradients are measured too."""
         accelerator, config = self.accelerator, bare(self.model).config
         begin_step(self.recipe.training.compile == "cuda_graphs")
         depths = self.batches.read(step).depths
         watch_states = monitor is not None and depths_in_one_pass(config)
         norms = StateNorms(max(depths), accelerator.device) if watch_states else None
         total = self.backward(step, norms)
-        # signals go along, so that all processes leave after the same step; and how many labels the next one has
+        # the reduction includes signals, so that all processes end after the same step, and the next step's labels
         is_last = step + 1 == self.total_steps
         following = 0 if is_last else self.batches.read(step + 1).num_labels
         told = [
@@ -93,13 +94,13 @@ class Steps:
         return Report(step, known, Behind(torch.cat([told[:2], norm.to(told)[None]])))
 
     def backward(self, step: int, norms: StateNorms | None) -> torch.Tensor:
-        """This process's share of the loss."""
+        """Run all passes of a step, and return this process's share of the loss."""
         accelerator, count = self.accelerator, len(self.batches.read(step).groups)
         _, window = self.recipe.depths_at(self.batches.model.config, step)
         labelled = self.labels_of(step)
         total = torch.zeros((), device=accelerator.device)
         for i, (number, batch, loss_positions, depths, noise) in enumerate(self.batches.of_step(step)):
-            if self.batches.has_dropout:  # nothing else in a pass draws without a generator of its own
+            if self.batches.has_dropout:  # all other random draws of a pass use separate generators
                 set_seed(generator_of("dropout", self.recipe.training.seed, step, number).initial_seed() % 2**32)
             with accelerator.no_sync(self.model) if i < count - 1 else nullcontext():
                 outputs = self.model(
@@ -124,7 +125,7 @@ class Steps:
         return total
 
     def labels_of(self, step: int) -> torch.Tensor:
-        """The number of labels of a step on all processes, which the step before has added up, if there was one."""
+        """Return the number of labels of a step on all processes. The step before, if any, has already summed it."""
         known, labels = self.labels
         if known != step or labels is None:
             mine = torch.tensor(self.batches.read(step).num_labels, device=self.accelerator.device)
@@ -132,22 +133,22 @@ class Steps:
         return labels.clamp(min=1)
 
     def clip(self) -> torch.Tensor:
-        """The norm of all gradients."""
+        """Clip the gradients, and return the norm of all of them before clipping."""
         fill_missing_gradients(self.optimizers)
         limit = self.recipe.optimizer.clip
-        limit = math.inf if limit is None else limit  # infinity leaves them as they are
+        limit = math.inf if limit is None else limit  # infinity changes no gradient
         return clip_gradients(self.model, limit)
 
     def update(self):
         for optimizer in self.optimizers:
             if self.scaler is None:
                 optimizer.step()
-            else:  # accelerate's own step would set another scale after each optimizer, and unscale the next one again
+            else:  # accelerate's step would update the scale after each optimizer, and unscale the next one twice
                 self.scaler.step(optimizer.optimizer)
         self.end()
 
     def end(self):
-        """Make ready for the next step; called without `update`, this one is left out."""
+        """Prepare the next step. Called without `update`, it skips the current step."""
         if self.scaler is not None:
             self.scaler.update()
         for optimizer in self.optimizers:
@@ -155,5 +156,5 @@ class Steps:
 
     @property
     def scaler(self):
-        """accelerate's, of the loss; None but under fp16."""
+        """Accelerate's scaler of the loss; None except under fp16."""
         return getattr(self.accelerator, "scaler", None)

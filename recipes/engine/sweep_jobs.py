@@ -1,6 +1,6 @@
-"""Runs of a sweep as jobs of Slurm, through submitit: one array, in which every run is a job.
+"""Runs of a sweep as Slurm jobs, through submitit: one job array with one job per run.
 
-A job that is preempted, or whose time is up, is queued again and goes on from the run's newest checkpoint.
+A job that is preempted or reaches its time limit is queued again and continues from the run's newest checkpoint.
 """
 
 import json
@@ -18,34 +18,34 @@ from .sweeps import Run, outcome, train
 
 
 DEFAULTS = {"time": 24 * 60, "gpus_per_node": 1}
-MOST_SECONDS = 600  # between a first signal and the end of a job
-MOST_REQUEUES = 1000  # of a run that is longer than the time of a job
+MOST_SECONDS = 600  # upper limit between the first signal and the end of a job
+MOST_REQUEUES = 1000  # for a run that is longer than the time limit of a job
 
 
 class TrainingJob:
-    """What submitit calls on the cluster."""
+    """The callable that submitit runs on the cluster."""
 
     def __call__(self, run: Run):
         from submitit import JobEnvironment
         from submitit.helpers import TorchDistributedEnvironment
 
-        if JobEnvironment().num_tasks > 1:  # each process of the run is a task of the job
+        if JobEnvironment().num_tasks > 1:  # the run has several processes: one per task of the job
             TorchDistributedEnvironment().export(set_cuda_visible_devices=False)
         try:
             train(run)
-        except Interrupted:  # saved; Slurm goes on to end the job, or sends the signal on which submitit requeues it
+        except Interrupted:  # saved; now Slurm ends the job, or sends the signal that makes submitit requeue it
             time.sleep(MOST_SECONDS)
             raise
 
     def checkpoint(self, run: Run):
-        """Asked for when the job is to end before the run does: the same again."""
+        """Return the same call to submit again; submitit calls this when the job must end before the run."""
         from submitit.helpers import DelayedSubmission
 
         return DelayedSubmission(self, run)
 
 
 def train_on_slurm(runs: list[Run], settings: dict):
-    """All of the runs, side by side; returns when they are done. settings: of the jobs, by submitit's names."""
+    """Train all runs in parallel, and return when they are done. settings: job settings under submitit's names."""
     if not runs:
         return
     folder = Path(runs[0].recipe.training.output_dir).absolute().parent / JOBS
@@ -94,14 +94,14 @@ def executor_of(folder: Path, settings: dict):
 
 
 def jobs_under_way(folder: Path, runs: list[Run]) -> dict:
-    """Jobs that were submitted before and have not ended, by the name of their run."""
+    """Return the jobs that were submitted before and have not ended, by run name."""
     from submitit import SlurmJob
 
     if not ids_of(folder).exists():
         return {}
     ids = json.loads(ids_of(folder).read_text())
     jobs = {run.name: SlurmJob(folder, ids[run.name]) for run in runs if run.name in ids}
-    # Slurm forgets jobs after a while
+    # Slurm deletes its records of jobs after a while
     return {name: job for name, job in jobs.items() if not job.done() and job.state != "UNKNOWN"}
 
 

@@ -1,4 +1,4 @@
-"""The runs of a sweep, one after the other, and what they show together."""
+"""The runs of a sweep, one after the other, and the results of all runs together."""
 
 import json
 import math
@@ -27,15 +27,15 @@ from modeling_looped.optimization import depth_correction
 
 DIVERGED = "diverged.txt"
 OUTCOME = ("loss", "diverged", "metrics")
-WITHOUT_EFFECT = ("cache_dir", "num_proc", "expected_tokens")  # settings of data on which no loss depends
+WITHOUT_EFFECT = ("cache_dir", "num_proc", "expected_tokens")  # data settings without effect on the loss
 
 
 class Run(NamedTuple):
     name: str
-    settings: dict  # what sets it apart
-    path: Path  # of the recipe
+    settings: dict  # settings that distinguish it from other runs
+    path: Path  # path of the recipe
     recipe: Recipe
-    same_as: str | None = None  # an earlier run that computes the same
+    same_as: str | None = None  # name of an earlier run with the same computation
 
 
 def load_sweep(path: str | Path, overrides=()) -> list[Run]:
@@ -63,15 +63,15 @@ def runs_of(sweep: SweepFile, overrides=()) -> list[Run]:
 
 
 def described(recipe: str | None, settings: dict) -> str:
-    """The name of a run that has none: what sets it apart; a path in it is one word."""
+    """Make a name for an unnamed run from its recipe and settings; slashes become underscores."""
     words = [Path(recipe).stem] if recipe else []
     words += [f"{key.split('.')[-1]}={value}" for key, value in settings.items()]
     return "_".join(words).replace("/", "_").replace("\\", "_")
 
 
 def computation(recipe: Recipe) -> str:
-    """A text that is equal for recipes that compute the same: where they write does not matter, nor under which name
-    they have the same factors of the residual scaling."""
+    """Return a text that is equal for recipes with the same computation: output folders are ignored, and residual
+    scaling settings count by their factors, not by their names."""
     content, config = recipe.to_dict(), recipe.model_config()
     content["training"]["output_dir"] = None
     model = config.to_dict()
@@ -86,7 +86,7 @@ def computation(recipe: Recipe) -> str:
 
 
 def refuse_other_recipe(run: Run):
-    """An error if the folder of a run that is done holds the result of another recipe."""
+    """Raise an error if the folder of a finished run contains the result of another recipe."""
     saved = Path(run.recipe.training.output_dir) / "recipe.yaml"
     if not saved.is_file():
         return
@@ -99,7 +99,7 @@ def refuse_other_recipe(run: Run):
 
 
 def deciding_settings(recipe: Recipe) -> dict:
-    """The settings on which the loss at the end of a run depends."""
+    """Return the settings that affect the final loss of a run."""
     content = recipe.to_dict()
     data = {key: value for key, value in content["data"].items() if key not in WITHOUT_EFFECT}
     evaluation = {key: content["evaluation"][key] for key in ("rows", "loops")}
@@ -115,8 +115,8 @@ def deciding_settings(recipe: Recipe) -> dict:
 
 
 def outcome(run: Run) -> dict | None:
-    """The run's settings, final validation loss and last metrics; None if it is not done, or its files are damaged,
-    which training writes again from its checkpoint. A run that diverged has no loss, and says why."""
+    """Return the run's settings, final validation loss and last metrics. A diverged run has no loss but the reason.
+    Return None if the run is not finished or its files are damaged: training rewrites them from its checkpoint."""
     folder = Path(run.recipe.training.output_dir)
     is_done = (folder / DIVERGED).exists() or (folder / "final" / "config.json").exists()
     if not is_done or any(change_of(folder / name) for name in RESULTS):
@@ -129,7 +129,7 @@ def outcome(run: Run) -> dict | None:
     else:
         validations = [r for r in records if "validation/loss" in r]
         if records and (not validations or validations[-1]["step"] < records[-1]["step"]):
-            return None  # the last validation is not to be read: training writes it again from its checkpoint
+            return None  # the last validation is unreadable: training rewrites it from its checkpoint
         loss = validations[-1]["validation/loss"] if validations else math.nan
         limit = run.recipe.training.max_loss
         if not math.isfinite(loss):
@@ -151,7 +151,7 @@ def train(run: Run):
 
 
 def run_all(runs: list[Run]) -> list[dict]:
-    """Train the runs that are not done, one after the other; the results of all."""
+    """Train the unfinished runs, one after the other, and return the results of all runs."""
     results = {}
     for run in runs:
         if run.same_as is not None:
@@ -167,7 +167,8 @@ def run_all(runs: list[Run]) -> list[dict]:
 
 
 def curves_of(results: list[dict], x: str, curve: str) -> dict:
-    """{value of `curve`: {value of `x`: losses of its replicas}}, sorted, words last; None for a run that diverged."""
+    """Return {value of `curve`: {value of `x`: losses of its replicas}}, sorted, with strings last. The loss of a
+    diverged run is None."""
     curves = defaultdict(lambda: defaultdict(list))
     for result in results:
         curves[result[curve]][result[x]].append(result["loss"])
@@ -176,13 +177,13 @@ def curves_of(results: list[dict], x: str, curve: str) -> dict:
 
 
 def optima(results: list[dict], x: str, curve: str) -> dict:
-    """Per curve, the x with the least loss and its interval, or why there is none."""
+    """Return for each curve the x with the lowest loss and its interval, or the reason why there is none."""
     curves = curves_of(results, x, curve)
     return {value: optimum(list(points), list(points.values())) for value, points in curves.items()}
 
 
 def panels_of(results: list[dict], plot: dict) -> dict[tuple, list[dict]]:
-    """Results by the values of the settings that `panel` names."""
+    """Group the results by the values of the settings that `panel` names."""
     panels = defaultdict(list)
     for result in results:
         panels[tuple(result.get(key) for key in plot.get("panel", []))].append(result)
@@ -190,9 +191,9 @@ def panels_of(results: list[dict], plot: dict) -> dict[tuple, list[dict]]:
 
 
 def charts_of(results: list[dict], plot: dict) -> list[Chart]:
-    """One for each combination of the settings that `panel` names, with a line for each value of `curve`, named
-    with its best point; a dashed line at that height is the interval of the optimum. A run that diverged has no
-    point."""
+    """Return one chart for each combination of the settings that `panel` names, with a line for each value of `curve`.
+    The name of a line contains its best x. A dashed line at the lowest loss shows the interval of the optimum. A
+    diverged run has no point."""
     charts = []
     for panel, members in panels_of(results, plot).items():
         curves, lines = curves_of(members, plot["x"], plot["curve"]), []
@@ -210,12 +211,13 @@ def charts_of(results: list[dict], plot: dict) -> list[Chart]:
 
 
 def columns_of(results: list[dict], plot: dict) -> int:
-    """The last setting of `panel` goes along a row."""
+    """Return the number of columns of charts: one for each value of the last setting in `panel`."""
     return len({panel[-1:] for panel in panels_of(results, plot)})
 
 
 def run_sweep(path: str, overrides: list[str], train_elsewhere: Callable[[list[Run]], None] | None):
-    """train_elsewhere: trains the runs that are missing; None does that here, one after the other."""
+    """Run a sweep and write its results. train_elsewhere: trains the missing runs; None trains them in this process,
+    one after the other."""
     sweep = read_sweep(path, overrides)
     runs = runs_of(sweep, overrides)
     for run in runs:

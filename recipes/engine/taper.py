@@ -1,8 +1,8 @@
-"""A readout norm that a run takes away (model.readout_norm: taper).
+"""A readout norm that is gradually removed during a run (model.readout_norm: taper).
 
-The gate of the norm is a function of the step alone: 1 up to `training.taper_start`, from there a half cosine down to
-0 at `training.taper_end`, both parts of the whole run. At the first, the linear map that is left in the end is fitted
-to the norm, on the rows of that step: a function of the step too, whatever the processes and micro batches.
+The gate of the norm depends on the step only: 1 up to `training.taper_start`, from there a half cosine down to 0 at
+`training.taper_end`, both fractions of the whole run. At the start step, the linear map that remains at the end is
+fitted to the norm, on the rows of that step; so it depends on the step too, not on processes or micro batches.
 """
 
 import math
@@ -26,13 +26,13 @@ class Taper:
         self.end = round(recipe.training.taper_end * total_steps)
 
     def start_of(self, total_steps: int) -> int:
-        """The step at which the norm begins to go away in a run of this length."""
+        """Return the step at which the removal of the norm begins in a run of this length."""
         return round(self.training.taper_start * total_steps)
 
     def check_length(self, step: int, total_steps: int):
-        """An error if a run of another length goes on after the norm has begun to go away: its gate would jump.
+        """Refuse to change the length of a run after the removal of the norm has begun: the gate would jump.
 
-        step, total_steps: how far the run has come, and its length until now.
+        step, total_steps: completed steps of the run, and its length so far.
         """
         began = self.start_of(total_steps)
         if total_steps != self.total_steps and step > min(began, self.start):
@@ -42,7 +42,7 @@ class Taper:
             )
 
     def gate(self, step: int) -> float:
-        """How much of the norm is left, from 1 to 0."""
+        """Return the remaining fraction of the norm, from 1 to 0."""
         if step < self.start:
             return 1.0
         if step >= self.end:
@@ -50,7 +50,7 @@ class Taper:
         return 0.5 * (1 + math.cos(math.pi * (step - self.start) / (self.end - self.start)))
 
     def move_to(self, step: int, terms: Callable[[], torch.Tensor]):
-        """Set the gate before anything is computed at `step`, and fit the linear map when the norm begins to go away.
+        """Set the gate before the computation of `step`, and fit the linear map at the step where the removal begins.
 
         terms: returns the sum of `fit_terms` over the rows of the step.
         """
@@ -60,6 +60,7 @@ class Taper:
         self.norm.gate.fill_(self.gate(step))
 
     def fit_terms(self, readouts: Iterable[torch.Tensor], labels: torch.Tensor) -> torch.Tensor:
-        """Sums over what the norm reads after every loop, [rows, length, hidden], where a label is to be predicted."""
+        """Sum the fit terms of the norm's inputs after every loop, [rows, length, hidden], at positions with a label
+        to predict."""
         labelled = torch.nn.functional.pad(labels[:, 1:] != IGNORE_INDEX, (0, 1))
         return sum(self.norm.fit_terms(state[labelled]).double() for state in readouts)

@@ -1,8 +1,9 @@
-"""Tensor parallelism beside FSDP2: the matrices of blocks and the head are split over some processes, by the plan of
-the model that transformers follows for inference, and all processes that share a model read the same rows.
+"""Tensor parallelism with FSDP2: the matrices of blocks and the head are split over some processes, by the plan of the
+model that transformers uses for inference. All processes that share a model read the same rows.
 
-The parts are sharded by data as any other weight is. What works on a process's own heads alone (norms of queries and
-keys, value embeddings) is whole on all of them, and its gradient is added up once a step.
+The parts are sharded over data-parallel processes like all other weights. Modules that work only on the heads of one
+process (norms of queries and keys, value embeddings) are whole on all processes, and their gradients are summed once
+a step.
 """
 
 from typing import NamedTuple
@@ -22,24 +23,25 @@ from modeling_looped.borrowed import look_up
 from modeling_looped.config_plans import existing_sections
 
 
-SUMMED = "replicated_with_grad_allreduce"  # transformers' name for it
+SUMMED = "replicated_with_grad_allreduce"  # transformers' name for whole weights whose gradients are summed
 
 
 class DataRank(NamedTuple):
-    """Which share of the rows of a step a process reads."""
+    """The share of the rows of a step that a process reads: part `index` of `world` parts."""
 
     index: int
     world: int
 
 
 def split_over(accelerator: Accelerator) -> int:
-    """How many processes a model is split over."""
+    """Return the number of processes that a model is split over."""
     config = accelerator.parallelism_config
     return 1 if config is None else config.tp_size
 
 
 def data_rank(accelerator: Accelerator) -> DataRank:
-    """This process's share of the rows: processes that share a model have neighbouring ranks and read the same."""
+    """Return this process's share of the rows. Processes that share a model have neighbouring ranks and the same
+    share."""
     size = split_over(accelerator)
     return DataRank(accelerator.process_index // size, accelerator.num_processes // size)
 
@@ -49,7 +51,7 @@ settings_of_split = look_up("transformers.distributed", "DistributedConfig")
 
 
 def can_split() -> bool:
-    """Whether transformers can split a model that is already made."""
+    """Return whether transformers can split a model that is already built."""
     return None not in (split_as_planned, settings_of_split) and hasattr(PreTrainedModel, "_resolve_parallel_plans")
 
 
@@ -57,7 +59,7 @@ def split(model: nn.Module, mesh: DeviceMesh):
     """Split the matrices of a model, in place, before it is sharded."""
     check_heads(model.config, mesh.size())
     plan = model._resolve_parallel_plans(settings_of_split(tp_size=mesh.size()))[0]
-    here = dict(model.named_modules()).keys() | dict(model.named_parameters()).keys()  # a tied head has no own weight
+    here = dict(model.named_modules()).keys() | dict(model.named_parameters()).keys()  # a tied head has no weight here
     split_as_planned(model, mesh, {name: style for name, style in plan.items() if style != SUMMED and name in here})
     model.tie_weights()
     own_heads = {name for name, style in plan.items() if style == SUMMED}
@@ -66,7 +68,7 @@ def split(model: nn.Module, mesh: DeviceMesh):
 
 
 def check_heads(config: LoopedConfig, size: int):
-    """An error if heads would have to be cut: each is on one process as a whole."""
+    """Raise an error if the split would cut heads: each head must be on one process."""
     for section in existing_sections(config):
         heads = config.block_sizes(section).num_key_value_heads
         if heads % size:
@@ -77,8 +79,8 @@ def check_heads(config: LoopedConfig, size: int):
 
 
 def add_up_gradients(model: nn.Module):
-    """Sum, over processes that share a model, the gradients that each computes from its own heads alone. After the
-    backward passes of a step."""
+    """Sum, over the processes that share a model, the gradients that each computes only from the heads it has. Called
+    after the backward passes of a step."""
     mesh = getattr(model, "mesh_of_parts", None)
     if mesh is None:
         return
@@ -89,7 +91,7 @@ def add_up_gradients(model: nn.Module):
 
 
 def clip_gradients(model: nn.Module, limit: float) -> torch.Tensor:
-    """Scale all gradients so that their norm is `limit` at most; the norm before."""
+    """Scale all gradients so that their norm is at most `limit`. Return the norm before scaling."""
     parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
     norm = total_norm(parameter.grad for parameter in parameters)
     for each in by_mesh(parameters):

@@ -1,7 +1,7 @@
-"""One training run: a function of its recipe.
+"""One training run, determined by its recipe.
 
-Which tokens, depths and noise a step sees depends on (seed, step, row of the global batch), so a run resumes bit for
-bit after any interruption, and the number of processes does not matter.
+The tokens, depths and noise of a step depend on (seed, step, row of the global batch), so a run resumes bit for bit
+after any interruption, and the number of processes does not matter.
 """
 
 import math
@@ -49,7 +49,7 @@ from looped_recipes.settings.recipe import Recipe
 from looped_recipes.settings.run_checks import check_run, note_on_windows
 
 
-RESULTS = ("recipe.yaml", "metrics.jsonl")  # of a run that is done: read for their checksums
+RESULTS = ("recipe.yaml", "metrics.jsonl")  # files of a finished run for which checksums are stored
 
 
 class Pretraining:
@@ -66,7 +66,7 @@ class Pretraining:
         for note in (precision_of(self.accelerator), note_on_windows(recipe, config)):
             if note is not None:
                 self.accelerator.print(note)
-        if "TORCHELASTIC_RUN_ID" in os.environ:  # one of several processes of a launcher
+        if "TORCHELASTIC_RUN_ID" in os.environ:  # a launcher started this process
             end_with(os.getppid())
         self.data = main_process_first(lambda is_main: prepare(recipe.data, check=is_main))
 
@@ -94,7 +94,7 @@ class Pretraining:
         self.monitor = Monitor()
         self.progress = Progress()
         self.interruption = Interruption()
-        self.signal = 0  # that came to any of the processes
+        self.signal = 0  # number of a signal that any of the processes received
         self.metrics = MetricsLog(self.output / "metrics.jsonl", self.accelerator)
         precision, has_dropout = self.accelerator.mixed_precision, self.batches.has_dropout
         compared = settings_of_run(recipe, self.config, self.data, precision, has_dropout)
@@ -114,14 +114,14 @@ class Pretraining:
         return self.progress.step
 
     def go_to(self, step: int):
-        """Set the number of steps that are done, and what in the model depends on it."""
+        """Set the number of completed steps, and the parts of the model that depend on it."""
         self.progress.step = step
         if self.taper is not None:
             self.taper.move_to(step, self.taper_terms)
 
     @torch.no_grad()
     def taper_terms(self) -> torch.Tensor:
-        """What the taper is fitted to: the rows of this step, without dropout."""
+        """Return the sums to which the taper is fitted, over the rows of this step, without dropout."""
         total = torch.zeros(2, dtype=torch.float64, device=self.accelerator.device)
         self.model.eval()
         for _, batch, _, depths, noise in self.batches.of_step(self.step):
@@ -164,7 +164,7 @@ class Pretraining:
         raise Interrupted(self.signal)
 
     def start(self):
-        """Continue from the newest whole checkpoint, or begin."""
+        """Continue from the newest complete checkpoint, or begin at step 0."""
         recipe = self.recipe
         self.progress, found = self.checkpoints.start()
         if self.step > self.total_steps:
@@ -180,21 +180,21 @@ class Pretraining:
             on_main_process(lambda: create_repository(recipe.training.push_to_hub), self.output)
         on_main_process(lambda: self.checkpoints.write_beginning(self.step, found), self.output)
         if recipe.logging.trackers:
-            purge = {"tensorboard": {"purge_step": self.step}}  # what an interrupted run told beyond its checkpoint
+            purge = {"tensorboard": {"purge_step": self.step}}  # drops what was logged after the checkpoint
             self.accelerator.init_trackers(recipe.logging.project, flat(recipe.to_dict()), init_kwargs=purge)
 
     @property
     def leaves_off(self) -> bool:
-        """Before the end, with nothing done that a run which is not interrupted would not do."""
+        """Whether the run stops here, after a signal or at stop_after. Such a run does nothing extra except saving."""
         return bool(self.signal) or self.step >= (self.recipe.training.stop_after or self.total_steps)
 
     def is_due(self, every: int) -> bool:
-        """Every so many steps, and at the end."""
+        """Return whether the step is a multiple of `every`, or the last one."""
         return self.step % every == 0 or self.step == self.total_steps
 
     @property
     def exports(self) -> bool:
-        """Whether a model of this step is kept beside final/."""
+        """Whether the model of this step is exported to a separate folder, in addition to final/."""
         every = self.recipe.training.export_every
         return every is not None and self.step > 0 and self.step % every == 0
 
@@ -208,7 +208,7 @@ class Pretraining:
         first = self.step + recipe.logging.profile_from
         profile = Profile(self.output / "profile", first, recipe.logging.profile_steps)
         if self.exports and not on_main_process((self.export_folder / "config.json").is_file, self.output):
-            self.export_to(self.export_folder)  # the run was stopped after its checkpoint and before this
+            self.export_to(self.export_folder)  # the run stopped between its checkpoint and this export
         if self.step < self.total_steps and not self.leaves_off:
             self.steps.begin()
             reports.start_clock()
@@ -244,7 +244,7 @@ class Pretraining:
         self.go_to(step + 1)
 
     def hear(self, reports: StepReports):
-        """Take note of signals: of one process at once, of several with their reports, so that all end together."""
+        """Record signals: with one process at once, with several from their reports, so that all end together."""
         told = reports.signals if self.accelerator.num_processes > 1 else self.interruption.number
         self.signal = (self.interruption.number or SIGTERM) if told else 0
 
@@ -258,7 +258,7 @@ class Pretraining:
             raise error_of_saving(self.metrics.path, error) from error
 
     def evaluate(self):
-        """Cross-entropy and bits per byte on the validation rows, at every depth from one pass."""
+        """Log cross-entropy and bits per byte on the validation rows at every depth."""
         metrics = validate(self.accelerator, self.model, self.config, self.recipe, self.data.validation)
         loss = metrics["validation/loss"]
         self.progress.last_validation, self.progress.evaluated_at = loss, self.step

@@ -20,7 +20,7 @@ from .tensor_parallel import data_rank
 
 @torch.no_grad()
 def validate(accelerator: Accelerator, model, config, recipe: Recipe, validation: PackedRows) -> dict[str, float]:
-    """Cross-entropy and bits per byte over the first rows, at every depth from one pass. Every process calls it."""
+    """Return cross-entropy and bits per byte over the first rows, at every depth. Every process calls it."""
     size = recipe.training.micro_batch_size
     count = min(recipe.evaluation.rows, len(validation))
     index, world = data_rank(accelerator)
@@ -33,7 +33,7 @@ def validate(accelerator: Accelerator, model, config, recipe: Recipe, validation
     for i in range(equal_batches(accelerator, count, size)):
         begin_step(recipe.training.compile == "cuda_graphs")
         rows = mine[i * size : (i + 1) * size]
-        # a process that has no rows left still takes part, with row 0 that is not counted: FSDP gathers in every pass
+        # a process without rows left runs row 0 and does not count it: FSDP needs all processes in every pass
         batch = validation.batch(rows or [0])
         num_bytes = validation.num_bytes(batch["labels"]).to(accelerator.device)
         batch = {key: value.to(accelerator.device) for key, value in batch.items()}
@@ -63,12 +63,13 @@ def validate(accelerator: Accelerator, model, config, recipe: Recipe, validation
 
 
 def depths_in_one_pass(config) -> bool:
-    """Whether the states that a pass leaves after each loop are those of a pass that ends there."""
+    """Return whether the state after each loop of a deep pass equals the final state of a pass of that depth."""
     return config.reads_run_depth is None
 
 
 def losses_at(model, config, loops: list[int], batch: dict) -> torch.Tensor:
-    """Cross-entropy at every depth and position, 0 at the last, which has no target: [depths, rows, length]."""
+    """Return cross-entropy at every depth and position, [depths, rows, length]; 0 at the last position, which has no
+    target."""
     if depths_in_one_pass(config):
         outputs = model(**batch, num_loops=max(loops), output_logits=False, output_loop_losses=True, use_cache=False)
         return outputs.loop_token_losses.double()[[k - 1 for k in loops]]
@@ -78,6 +79,6 @@ def losses_at(model, config, loops: list[int], batch: dict) -> torch.Tensor:
 
 
 def equal_batches(accelerator: Accelerator, count: int, size: int) -> int:
-    """How many passes of `size` rows every process makes so that all together see `count` rows."""
+    """Return the number of passes of `size` rows that every process makes so that all together cover `count` rows."""
     per_process = -(-count // data_rank(accelerator).world)
     return -(-per_process // size)
