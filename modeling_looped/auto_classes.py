@@ -1,4 +1,4 @@
-"""Which class of ours an Auto class of transformers opens, from the installed package or a folder of remote code."""
+"""The class that each Auto class of transformers opens, from the installed package or a folder of remote code."""
 
 from .causal_lm import LoopedForCausalLM
 from .heads import LoopedForQuestionAnswering, LoopedForSequenceClassification, LoopedForTokenClassification
@@ -15,5 +15,5 @@ AUTO_CLASSES = {
 
 
 def auto_map() -> dict[str, str]:
-    """The same table as config.json has it, "file.Class" by name; transformers adds AutoConfig itself."""
+    """Return the same table in the form of config.json, "file.Class" by name; transformers adds AutoConfig itself."""
     return {auto: f"{cls.__module__.rpartition('.')[2]}.{cls.__name__}" for auto, cls in AUTO_CLASSES.items()}

@@ -1,8 +1,8 @@
-"""What is borrowed from transformers without a promise that it stays, with what holds where it is gone.
+"""Parts of transformers that a later version may remove, each with a substitute.
 
-A copy of this code lies beside every saved model and meets transformers that are newer than it: an import must not
-fail for a name that one pass in a thousand needs. Such names are looked up here, each with a substitute, or with an
-error when it is used.
+A copy of this code lies beside every saved model and meets versions of transformers that are newer than it: an import
+must not fail for a name that one pass in a thousand needs. Such names are looked up here, each with a substitute, or
+with an error that is raised when the name is used.
 """
 
 import functools
@@ -21,14 +21,14 @@ from .tensors import wide_dtype
 
 
 def look_up(module: str, name: str, default: Any = None) -> Any:
-    """What `name` is in `module`, or the default where one of the two is gone."""
+    """Return `name` of `module`, or the default if the name or the module does not exist."""
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError):
         return default
 
 
-# by which name this transformers passes and returns keys and values, the first from 5.24 on; models here take both
+# the name under which this transformers passes and returns the cache: "cache" from 5.24 on. Models here accept both
 CACHE = (
     "cache" if "cache" in signature(GenerationMixin.prepare_inputs_for_generation).parameters else "past_key_values"
 )
@@ -39,7 +39,7 @@ KERNELS_FILL_PAGES = CACHE != "cache"
 
 
 def one_cache(cache=None, past_key_values=None):
-    """The cache of a call, which may have either name; PEFT's prefix comes beside an empty one."""
+    """Return the cache that a call passes under either name. PEFT passes its prefix beside an empty cache."""
     if cache is not None and past_key_values is not None:
         is_prefix = cache.get_seq_length() == 0 < past_key_values.get_seq_length()
         if cache is not past_key_values and not is_prefix:
@@ -54,12 +54,12 @@ def one_cache(cache=None, past_key_values=None):
 
 
 def named_cache(cache) -> dict[str, Any]:
-    """As an argument of the classes of transformers' outputs."""
+    """Return the cache as a keyword argument for transformers' output classes."""
     return {CACHE: cache}
 
 
 class Missing(nn.Module):
-    """In place of a class that is gone; making one, or running it, says so."""
+    """Substitute for a class that this transformers lacks: making or running one raises an ImportError."""
 
     gone = ""
 
@@ -74,12 +74,12 @@ class Missing(nn.Module):
 
 
 def class_or_missing(module: str, name: str) -> Any:
-    """A class to inherit from."""
+    """Return a class to inherit from: that of transformers, or a `Missing` one."""
     return look_up(module, name) or type(name, (Missing,), {"gone": name})
 
 
 def config_defaults(forward):
-    """transformers' own: arguments that are None are those of the config."""
+    """Wrap `forward` so that arguments that are None take the config's value; the substitute handles `use_cache`."""
     if decorate := look_up("transformers.utils.generic", "merge_with_config_defaults"):
         return decorate(forward)
 
@@ -91,7 +91,7 @@ def config_defaults(forward):
 
 
 def captured(forward):
-    """transformers' own: what layers give on the way is recorded where it is asked for."""
+    """Wrap `forward` so that outputs of layers are recorded on request; the substitute refuses such requests."""
     if decorate := look_up("transformers.utils.output_capturing", "capture_outputs"):
         return decorate(forward)
 
@@ -109,7 +109,7 @@ def captured(forward):
 
 
 def tuples_on_request(forward):
-    """transformers' own: return_dict=False gives a tuple."""
+    """Wrap `forward` so that it returns a tuple with return_dict=False."""
     if decorate := look_up("transformers.utils", "can_return_tuple"):
         return decorate(forward)
 
@@ -122,7 +122,7 @@ def tuples_on_request(forward):
 
 
 def recorded_states() -> list[list]:
-    """The lists in which transformers is recording what layers give, if it is."""
+    """Return the lists in which transformers is recording outputs of layers; empty if it records none."""
     collector = (
         None if torch.compiler.is_compiling() else look_up("transformers.utils.output_capturing", "_active_collector")
     )
@@ -133,7 +133,7 @@ def recorded_states() -> list[list]:
 def eager_attention(
     module, query, key, value, attention_mask, scaling: float, dropout: float = 0.0, softcap=None, **kwargs
 ):
-    """softmax(q k^T) v by the definition, as transformers' Llama has it, and Gemma 2 with a softcap on the scores."""
+    """Compute softmax(q k^T) v by its definition, as transformers' Llama; a softcap on the scores is as in Gemma 2."""
     key, value = (repeat_kv(states, module.num_key_value_groups) for states in (key, value))
     scores = query @ key.transpose(2, 3) * scaling
     if softcap is not None:

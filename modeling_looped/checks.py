@@ -1,4 +1,4 @@
-"""What a forward pass refuses, with the reason."""
+"""Checks that refuse arguments of a forward pass, with the reason."""
 
 import torch
 from transformers.utils import logging
@@ -10,7 +10,7 @@ from .depth import DepthPlan
 logger = logging.get_logger(__name__)
 
 
-# fields that a model reads when it is built, and not again
+# fields that a model reads only while it is built
 FIELDS_OF_BUILDING = (
     "injection", "injection_norm", "loop_embedding", "loop_damping", "loop_change_gate", "prelude_norm", "block_norm",
     "norm_affine", "norm_offset", "norm_rounding", "rms_norm_eps", "window_pattern", "sliding_window", "qk_norm",
@@ -26,7 +26,7 @@ def refuse_if(stands: bool, message: str):
 
 
 def check_inputs(input_ids, inputs_embeds) -> torch.Tensor:
-    """Whichever of the two is given; both or neither is refused."""
+    """Return input_ids or inputs_embeds, whichever is passed; refuse both, neither, or a wrong dimension."""
     if (input_ids is None) == (inputs_embeds is None):
         raise ValueError(
             f"pass exactly one of input_ids and inputs_embeds, got {'neither' if input_ids is None else 'both'}"
@@ -51,7 +51,7 @@ def check_computes_again(config, checkpoints_loops: bool):
 
 
 def leave_out_cache(cache):
-    """Of a pass that computes blocks again, and would fill it twice."""
+    """Refuse a filled cache, warn that an empty one is unused: a pass that recomputes blocks would fill it twice."""
     if cache is None:
         return
     refuse_if(
@@ -63,7 +63,7 @@ def leave_out_cache(cache):
 
 
 def why_no_cache(config, plan: DepthPlan, reads_out_every_loop: bool) -> str | None:
-    """The reason why this pass cannot fill a cache, if there is one."""
+    """Return the reason why this pass cannot fill a cache, or None."""
     if reads_out_every_loop and config.num_coda_layers:
         return "the coda runs after every loop, and no slot is meant for the keys and values of more than one run"
     if plan.ends_together:
@@ -72,7 +72,7 @@ def why_no_cache(config, plan: DepthPlan, reads_out_every_loop: bool) -> str | N
 
 
 def warn_of_changes(config, built_with: dict):
-    """Of fields that were assigned when the model was built already."""
+    """Warn of fields that were assigned after the model had been built."""
     changed = {name: getattr(config, name) for name in FIELDS_OF_BUILDING if getattr(config, name) != built_with[name]}
     if changed:
         values = ", ".join(f"{name}={value!r} (built with {built_with[name]!r})" for name, value in changed.items())
@@ -83,7 +83,7 @@ def warn_of_changes(config, built_with: dict):
 
 
 def check_layers(config, prelude, core, coda):
-    """Caches have a slot for each layer that the config counts."""
+    """Refuse numbers of layers that differ from the config: caches have a slot for each layer of the config."""
     for name, blocks in (("prelude", prelude), ("core", core), ("coda", coda)):
         counted = getattr(config, f"num_{name}_layers")
         refuse_if(
@@ -102,7 +102,7 @@ def check_starts_from_noise(config):
 
 
 def check_length(config, length: int, position_ids: torch.Tensor | None = None):
-    """position_ids: where the caller gives them; they start again at each document of a row."""
+    """Refuse more positions than were learned. position_ids: if passed; they start again at each document of a row."""
     if config.position_embedding != "learned" or length <= config.max_position_embeddings:
         return
     if position_ids is not None:
@@ -115,13 +115,13 @@ def check_length(config, length: int, position_ids: torch.Tensor | None = None):
 
 
 def packs_requests(implementation: str | None, cache) -> bool:
-    """Whether a row holds tokens of many requests, each of a length that an engine has checked."""
+    """Return whether a row holds tokens of many requests, whose lengths an engine has checked."""
     is_of_engine = implementation is not None and implementation.startswith(("paged|", "vllm", "sglang"))
     return is_of_engine or isinstance(cache, PagedAttentionCache)
 
 
 def check_softcap(softcap: float | None, implementation: str):
-    """Refuses kernels without a softcap on scores, some of which would leave it out silently."""
+    """Refuse kernels without a softcap on scores; some of them would leave it out silently."""
     if softcap is not None and ("sdpa" in implementation or implementation in ("paged|eager", "sglang")):
         raise ValueError(
             f"attn_implementation={implementation!r} has no softcap on scores, and attention_softcap={softcap}: use "
@@ -130,7 +130,7 @@ def check_softcap(softcap: float | None, implementation: str):
 
 
 def recorded(config, options: dict) -> dict:
-    """What transformers records of blocks, by the keyword arguments of a pass or else by the config."""
+    """Return which outputs of blocks transformers records: by the keyword arguments of a pass, else by the config."""
     names = ("output_hidden_states", "output_attentions")
     return {name: options.get(name, getattr(config, name, False)) for name in names}
 
@@ -142,7 +142,7 @@ def is_recorded(config, options: dict) -> bool:
 def check_pass(
     config, plan: DepthPlan, inputs_embeds, position_ids, cache, initial_state, every_loop: bool, options: dict
 ):
-    """Refuses arguments of a pass that do not go together, or not with this model.
+    """Refuse arguments of a pass that do not fit together, or do not fit this model.
 
     options: the keyword arguments of transformers."""
     if not packs_requests(config._attn_implementation, cache):

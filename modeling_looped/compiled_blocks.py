@@ -1,11 +1,12 @@
-"""One graph of a block for all loops, where a decoding step with a static cache is compiled.
+"""One graph of a block for all loops, where a decoding pass with a static cache is compiled.
 
-The step is one graph. In it a block is a region, which is compiled where it is met first, and called in every later
-loop. Two calls are the same region if they differ in tensors alone, so it takes those of its slot, not the cache.
+The pass is one graph. In it each block is a region, which is compiled at its first call and called again in every
+later loop. Two calls share a region if they differ in tensors only, so a region takes a slot's tensors, not the cache.
 
-A region writes to its slot, which torch's compiler does not tell others of. So nothing else of the graph may read a
-slot: positions and masks are given, as by `generate`. What hooks record inside does not get out either. And a slot
-must be marked as one that stays where it is, since CUDA graphs read copies of all others.
+A region writes to its slot, and torch's compiler does not inform the rest of the graph of it. So nothing else in the
+graph may read a slot: positions and masks must be passed in, as `generate` does. Nor does anything that hooks record
+inside a region get out of it. A slot's tensors must be marked as having a fixed address, because CUDA graphs read
+copies of all other tensors.
 """
 
 from inspect import signature
@@ -20,17 +21,17 @@ StaticCache, StaticLayer = (
     class_or_missing("transformers.cache_utils", name) for name in ("StaticCache", "StaticLayer")
 )
 nested_compile_region = look_up("torch.compiler", "nested_compile_region", lambda: lambda function: function)
-# how many differing calls one region may serve. Older torch lacks this argument and its regions differ, so none are
-# made
+# limit on the number of differing calls that share a region. Older torch lacks this argument and would not share a
+# region between such calls, so none are made
 LIMIT: Any = {"max_reuse_entries": 2**20} if "max_reuse_entries" in signature(nested_compile_region).parameters else {}
 
 DEVICES = {"cpu", "cuda"}
 
-STAYS = "_dynamo_static_input_type"  # of tensors that `torch._dynamo.mark_static_address` has marked
+STAYS = "_dynamo_static_input_type"  # attribute of tensors marked by `torch._dynamo.mark_static_address`
 
 
 class StaticSlot(StaticLayer):
-    """A static layer made of its tensors, in place of the cache that it is a slot of."""
+    """A static layer made of the tensors of one slot; a block gets it in place of the whole cache."""
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor, length: torch.Tensor):
         self.keys, self.values, self.cumulative_length = keys, values, length
@@ -39,7 +40,7 @@ class StaticSlot(StaticLayer):
 
 @nested_compile_region(**LIMIT)
 def run_as_region(block, slot: tuple, args: tuple, kwargs: dict):
-    """A block's new stream; the tensors of the slot are changed in place. No tensor may be given twice."""
+    """Run a block and return its new stream; the slot's tensors change in place. No tensor may be passed twice."""
     output = block(*args, cache=StaticSlot(*slot), **kwargs)
     return output[0] if kwargs["keeps_keys"] else output
 
@@ -52,7 +53,7 @@ def can_have_regions(cache, attention_mask, position_ids) -> bool:
 
 
 def slot_of_region(cache, slot: int) -> tuple | None:
-    """Keys, values and length of a slot, where the block that fills it can be a region."""
+    """Return keys, values and length of a slot, or None where the block that fills it cannot be a region."""
     layer = cache.layers[slot]
     if type(layer) is not StaticLayer or layer.keys is None or not hasattr(layer.keys, STAYS):
         return None

@@ -22,7 +22,7 @@ def raise_value_errors(cls):
                 if isinstance(error, ValueError):
                     raise
                 of_fields_together = isinstance(error, StrictDataclassClassValidationError)
-                said = error.__cause__ if of_fields_together and error.__cause__ else error  # it names the fields
+                said = error.__cause__ if of_fields_together and error.__cause__ else error  # names the fields
                 raise LoopedConfigError(str(said)) from error
 
         return wrapper

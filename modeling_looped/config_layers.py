@@ -1,4 +1,4 @@
-"""What follows from a config's fields: what each layer is and reads, and where it keeps its keys and values."""
+"""Values derived from a config's fields: types and inputs of layers, and the slots of their keys and values."""
 
 import copy
 from collections.abc import Callable
@@ -20,14 +20,14 @@ class BlockSizes(NamedTuple):
     intermediate_size: int
     num_attention_heads: int
     num_key_value_heads: int
-    num_sets: int = 0  # sets of parameters that loops have for themselves
-    delta_rank: int | None = None  # of what each loop adds to the linear layers
-    num_norm_sets: int | None = None  # num_sets where norms have a weight for each loop
+    num_sets: int = 0  # number of per-loop parameter sets
+    delta_rank: int | None = None  # rank of the matrix that each loop adds to a linear layer
+    num_norm_sets: int | None = None  # num_sets if norms have a weight for each loop
     is_modulated: bool = False
 
 
 class DerivedFields(PreTrainedConfig):
-    """What `LoopedConfig`, which has the fields, derives from them."""
+    """Values derived from the fields of a config; `LoopedConfig` inherits this class and defines the fields."""
 
     @property
     def num_layers(self) -> int:
@@ -35,7 +35,7 @@ class DerivedFields(PreTrainedConfig):
         return self.num_prelude_layers + self.num_core_layers + self.num_coda_layers
 
     def has_value_embedding(self, layer: int) -> bool:
-        """Every other layer, so that the last one has one; layers counted once, whatever the depth."""
+        """Return whether a unique layer has value embeddings: every other layer does, and the last one among them."""
         return self.value_embeddings and layer % 2 == (self.num_layers - 1) % 2
 
     @property
@@ -45,8 +45,8 @@ class DerivedFields(PreTrainedConfig):
 
     @property
     def reads_run_depth(self) -> str | None:
-        """The setting, if any, by which a loop depends on how many are run; with it, the first k loops of a deeper
-        run are not a run of k loops."""
+        """The setting that makes a loop depend on the number of loops run, or None. With such a setting the first k
+        loops of a deeper run are not a run of k loops."""
         if self.residual_depth == "run":
             return "residual_depth='run'"
         return f"loop_embedding={self.loop_embedding!r}" if self.loop_embedding in ("time", "modulation") else None
@@ -87,7 +87,7 @@ class DerivedFields(PreTrainedConfig):
 
     @property
     def num_loop_sets(self) -> int:
-        """How many sets of parameters loops have for themselves, where they have any."""
+        """Number of per-loop parameter sets, if the model has per-loop parameters."""
         return self.trained_depth if self.num_loop_parameters is None else self.num_loop_parameters
 
     @property
@@ -96,7 +96,7 @@ class DerivedFields(PreTrainedConfig):
 
     @property
     def num_hidden_layers(self) -> int:
-        """Key/value slots of a pass at the configured depth: P + Q + C * num_loops, of loops that have some."""
+        """Key/value slots of a pass at the configured depth: P + Q + C * (loops that compute keys and values)."""
         return self.num_slots(self.num_loops)
 
     @num_hidden_layers.setter
@@ -112,7 +112,7 @@ class DerivedFields(PreTrainedConfig):
 
     @property
     def layer_types(self) -> list[str]:
-        """Attention type of every slot. Absent without windows, so that no consumer sees any."""
+        """Attention type of every slot. Without windows the attribute is absent, so that nothing assumes windows."""
         if not self.has_windows:
             raise AttributeError("layer_types exists only with a window_pattern or a sliding_window")
         return self._type_of_slots()
@@ -134,28 +134,28 @@ class DerivedFields(PreTrainedConfig):
         return self.window_pattern is not None or self.sliding_window is not None
 
     def section_layer_types(self) -> tuple[list[str], list[str], list[str]]:
-        """Attention types of the layers of prelude, core and coda: the pattern as it is if it has a letter for each of
-        them, else tiled over all, the last one full."""
+        """Return the attention types of the layers of prelude, core and coda. A pattern with one letter per layer is
+        used as written; another is tiled over all layers, and the last layer gets full attention."""
         pattern = self.window_pattern or ("S" if self.has_windows else "L")
         letters = self._tiled(pattern)
         if self.window_pattern is not None and len(pattern) != self.num_layers:
             letters[-1:] = "L"
-        # other letters are refused when all fields are there
+        # check_attention refuses other letters once all fields are set
         return self.by_section([LAYER_TYPES.get(letter, letter) for letter in letters])
 
     def _tiled(self, pattern: str) -> list[str]:
-        """A letter for each layer."""
+        """Repeat a pattern until each layer has a letter."""
         return [pattern[i % len(pattern)] for i in range(self.num_layers)]
 
     def by_section(self, of_layers: list) -> tuple[list, list, list]:
         core, coda = self.num_prelude_layers, self.num_prelude_layers + self.num_core_layers
         return of_layers[:core], of_layers[core:coda], of_layers[coda:]
 
-    # Which layers read which rotary tables: `rope_parameters` is one dict for all, or one for each type of layers, and
-    # transformers' checks are made for each.
+    # Rotary tables of layers: `rope_parameters` is one dict for all layers, or has one dict for each layer type. In
+    # that case the checks of transformers run on each dict.
 
     def section_ropes(self) -> tuple[list[str | None], list[str | None], list[str | None]]:
-        """The rotary tables that the layers of each section read, see `rope_kinds`; None where they read none."""
+        """Return the names of the rotary tables that the layers of each section read (see `rope_kinds`), or None."""
         if self.position_embedding != "rope":
             return self.by_section([None] * self.num_layers)
         types = sum(self.section_layer_types(), [])
@@ -164,12 +164,12 @@ class DerivedFields(PreTrainedConfig):
         return self.by_section([name if letter == "R" else None for name, letter in zip(names, letters)])
 
     def rope_kinds(self) -> list[str]:
-        """The layer types that `rope_parameters` has a dict for; none where one dict is that of all layers."""
+        """Return the layer types for which `rope_parameters` has a dict; empty if one dict serves all layers."""
         parameters = self.rope_parameters or {}
         return [kind for kind in LAYER_TYPES.values() if isinstance(parameters.get(kind), dict)]
 
     def with_rope_of(self, kind: str):
-        """This config with the rotary parameters of one kind of `section_ropes` for all layers."""
+        """Return this config with the rotary parameters of one name in `section_ropes` set for all layers."""
         if kind == SHARED_ROPE:
             return self
         config = copy.copy(self)
@@ -198,12 +198,12 @@ class DerivedFields(PreTrainedConfig):
         return left
 
     def _for_each_rope(self, action: Callable[[], Any]):
-        """What transformers does with one dict of rotary parameters, with that of each layer type."""
+        """Apply a method of transformers that handles one dict of rotary parameters to the dict of each layer type."""
         given, kinds = self.rope_parameters, self.rope_kinds()
         if not kinds:
             action()
             return
-        assert given is not None  # it has kinds
+        assert given is not None  # because there are kinds
         done = dict(given)
         try:
             for kind in kinds:
@@ -213,22 +213,22 @@ class DerivedFields(PreTrainedConfig):
         finally:
             self.rope_parameters = done
 
-    # Where a layer keeps its keys and values: a slot is an index into a transformers cache. More loops only append.
+    # The place of a layer's keys and values: a slot is an index into a transformers cache. More loops only append.
     #     prelude 0..P-1 | coda P..P+Q-1 | loop 0: P+Q.. | loop 1: P+Q+C.. | ...
-    # Here loops are counted as they are stored: of those that share keys and values, the first one.
+    # These are stored loops: loops that share keys and values count as one.
 
     @property
     def shares_keys(self) -> bool:
-        """Whether there are loops without keys and values of their own."""
+        """True if some loops compute no keys and values and read those of an earlier loop."""
         return self.key_value_interval > 1 or self.num_key_value_loops is not None
 
     def stored_loop(self, loop: int) -> int:
-        """Whose keys and values a loop reads, as it is stored."""
+        """Return the index, among stored loops, of the keys and values that a loop reads."""
         stored = loop // self.key_value_interval
         return stored if self.num_key_value_loops is None else min(stored, self.num_key_value_loops - 1)
 
     def makes_keys(self, loop: int) -> bool:
-        """Whether a loop computes keys and values, which it and those after it read."""
+        """Return whether a loop computes keys and values, which that loop and later ones read."""
         return loop == 0 or self.stored_loop(loop) > self.stored_loop(loop - 1)
 
     def num_stored_loops(self, num_loops: int) -> int:
@@ -242,7 +242,7 @@ class DerivedFields(PreTrainedConfig):
         return self.num_prelude_layers + self.num_coda_layers + loop * self.num_core_layers
 
     def split_slot(self, slot: int) -> tuple[int, int]:
-        """A slot as that of its layer in the first loop, and the loop; prelude and coda are at loop 0."""
+        """Split a slot into its layer's slot in the first loop, and the loop; prelude and coda count as loop 0."""
         first = self.core_slot(0)
         if slot < first:
             return slot, 0

@@ -1,4 +1,4 @@
-"""Which fields of a config go together; types and single values are checked by @strict. Errors quote the values."""
+"""Checks that fields of a config fit together; @strict checks types and single values. Errors quote the values."""
 
 from transformers.activations import ACT2FN
 
@@ -6,7 +6,7 @@ from .borrowed import look_up
 from .config_layers import LAYER_TYPES, SHARED_ROPE
 
 
-MOST_LAYERS, LARGEST_SIZE = 10**4, 10**9  # far above any model; beyond, building one takes hours or overflows
+MOST_LAYERS, LARGEST_SIZE = 10**4, 10**9  # far above any model; larger ones would take hours to build, or overflow
 
 
 def check_relations(config):
@@ -111,7 +111,7 @@ def check_rope_type(config):
     parameters, kinds = config.rope_parameters or {}, config.rope_kinds()
     nested = [key for key, value in parameters.items() if isinstance(value, dict)]
     missing = sorted({kind for section in config.section_ropes() for kind in section if kind} - {*kinds, SHARED_ROPE})
-    # beside the dicts of layer types, nothing is read
+    # beside the dicts of layer types, other keys are not read
     if set(nested) - set(kinds) or (kinds and (missing or set(parameters) - set(kinds))):
         raise ValueError(
             f"rope_parameters has the keys {', '.join(parameters)}: pass one flat dict for all layers such as "
@@ -157,7 +157,7 @@ def check_loop(config):
 
 
 def check_state_size(config):
-    """A state of another width meets the input and the coda through learned maps only."""
+    """Refuse settings that need a state as wide as the input; any other connects to it through learned maps only."""
     if config.state_size == config.hidden_size:
         return
     wanted = {

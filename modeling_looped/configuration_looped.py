@@ -32,7 +32,7 @@ from .presets import PRESETS, preset_fields
 logger = logging.get_logger(__name__)
 
 FORMAT_VERSION = 2
-# readout_norm: what the head reads below the trained depth, and from there on
+# for each readout_norm, what the head reads below the trained depth, and at or above it
 READOUTS = {
     "rmsnorm": ("norm", "norm"),
     "layernorm": ("norm", "norm"),
@@ -55,7 +55,7 @@ def check_format_version(version: int):
 
 
 def pattern_of_version_1(values: Mapping[str, Any]) -> str | None:
-    """The window_pattern that means now what this one meant in version 1, where the last layer was always full."""
+    """Translate a window_pattern of version 1, where the last layer always had full attention, to that of today."""
     pattern, sizes = values.get("window_pattern"), ("num_prelude_layers", "num_core_layers", "num_coda_layers")
     layers = [values.get(name, getattr(LoopedConfig, name)) for name in sizes]
     if not isinstance(pattern, str) or not all(isinstance(count, int) for count in layers):
@@ -182,7 +182,7 @@ class LoopedConfig(DerivedFields):
 
     model_type = "looped"
     _auto_class = "AutoConfig"  # saving copies this file and what it imports, see save_pretrained
-    attribute_map = {  # what engines and trainers call them
+    attribute_map = {  # the names that engines and trainers use
         "final_logit_softcapping": "logit_softcap",
         "attn_logit_softcapping": "attention_softcap",
     }
@@ -304,11 +304,11 @@ class LoopedConfig(DerivedFields):
             self.sliding_window = self.max_position_embeddings // 4
         if self.format_version == 1:
             self.format_version, self.window_pattern = FORMAT_VERSION, pattern_of_version_1(vars(self))
-        # of the class in transformers' annotations, of each config here: plans name the layers that exist
+        # transformers declares these for the class; here each config has its own: plans name the layers that exist
         self.base_model_tp_plan = tensor_parallel_plan(self)  # pyrefly: ignore[read-only]
         self.base_model_fsdp_plan = fsdp_plan(self)  # pyrefly: ignore[read-only]
         super().__post_init__(**kwargs)
-        # beside a depth of training, that many slots may have been saved before num_loops was edited
+        # a file may still have the number of slots at its trained depth, if only its num_loops was edited
         if num_hidden_layers is not None and num_hidden_layers != self.num_slots(self.trained_depth):
             self.num_hidden_layers = num_hidden_layers
         if layer_types is not None:
@@ -316,7 +316,7 @@ class LoopedConfig(DerivedFields):
 
     @classmethod
     def from_preset(cls, name: str, **overrides) -> "LoopedConfig":
-        """A named system of the papers, e.g. `from_preset("flt", num_core_layers=6)`; `overrides` win."""
+        """Return the config of a published system, e.g. `from_preset("flt", num_core_layers=6)`; `overrides` win."""
         return cls(**preset_fields(name, overrides))
 
     @staticmethod
@@ -325,8 +325,8 @@ class LoopedConfig(DerivedFields):
 
     @classmethod
     def _check_names(cls, extra: dict[str, Any], consequence: str | None):
-        """Refuse keys that stand for a field, and warn of others that no tool is known to write, if they have a
-        consequence."""
+        """Refuse keys that stand for a field. Warn of other keys that no tool is known to write, unless `consequence`,
+        the end of that message, is None."""
         known = [*(field.name for field in fields(cls)), *cls.attribute_map]
         unknown = [key for key in extra if key not in known and not hasattr(PreTrainedConfig, key)]
         for key in unknown:
@@ -342,7 +342,7 @@ class LoopedConfig(DerivedFields):
 
     def __setattr__(self, name: str, value: Any):
         if name in FIELD_OF or not (name.startswith("_") or hasattr(type(self), name)):
-            # tools keep things of their own here
+            # tools store attributes of their own in a config
             self._check_names({name: value}, "nothing in the model reads it" if name in SPELLINGS_OF_EPS else None)
         super().__setattr__(name, value)
 
@@ -356,13 +356,13 @@ class LoopedConfig(DerivedFields):
 
     @property
     def state_losses(self) -> dict[str, float]:
-        """The losses that read states, with their weights; only those that are on."""
+        """Weights of the losses that read states; only those that are not 0."""
         names = ("norm_penalty", "scale_anchor", "latent_loss", "latent_anchor")
         return {name: getattr(self, name) for name in names if getattr(self, name)}
 
     @classmethod
     def get_config_dict(cls, pretrained_model_name_or_path, **kwargs):
-        """What config.json says, in our words also where it is that of a published model in a layout of its own."""
+        """Return the content of config.json as fields of this class, also for the layout of a published model."""
         from .loading import OPENERS
 
         where = dict(kwargs)
@@ -373,14 +373,14 @@ class LoopedConfig(DerivedFields):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs):
-        """A `num_loops` that is asked for at loading wins, also over one that a generation config was saved with; it
-        is a depth to run, and the saved one that of training. Older folders have no `trained_num_loops`."""
+        """Make a config. A `num_loops` passed as an argument is the depth to run and also wins over one in a saved
+        generation config; the saved `num_loops` is that of training. Older folders have no `trained_num_loops`."""
         if config_dict.get("trained_num_loops") is None and config_dict.get("num_loops") is not None:
             config_dict = {**config_dict, "trained_num_loops": config_dict["num_loops"]}
         if config_dict.get("format_version") == 1 and "window_pattern" not in kwargs:
             pattern = pattern_of_version_1({**config_dict, **kwargs})
             config_dict = {**config_dict, "format_version": FORMAT_VERSION, "window_pattern": pattern}
-        if kwargs.get("return_unused_kwargs"):  # such a caller knows what is not used
+        if kwargs.get("return_unused_kwargs"):  # the caller gets the unused arguments back
             cls._check_names(kwargs, None)
         else:
             not_of_tokenizers = {name: value for name, value in kwargs.items() if name not in ARGUMENTS_OF_TOKENIZERS}
@@ -392,7 +392,7 @@ class LoopedConfig(DerivedFields):
         return made
 
     def update(self, config_dict: dict[str, Any]):
-        """How serving engines change a loaded config: a depth among the fields was asked for."""
+        """Set fields, as serving engines do with a loaded config; a `num_loops` among them counts as requested."""
         super().update(config_dict)
         if "num_loops" in config_dict:
             self._num_loops_asked_for = True
@@ -406,19 +406,19 @@ class LoopedConfig(DerivedFields):
         return fields
 
     def save_pretrained(self, *args, **kwargs):
-        """Writes the code beside config.json, so that the folder also opens where this package is not installed."""
-        # transformers copies the files that it finds imported in this one: with this import, all of the model
+        """Save config.json with the code, so that the folder also opens where this package is not installed."""
+        # transformers copies the files that this one imports: because of this import, all files of the model
         from .auto_classes import auto_map
 
         if type(self) is LoopedConfig:  # a subclass has models of its own
             ours, given = auto_map(), getattr(self, "auto_map", None) or {}
-            # a class of another's that was registered; of our own, those of other folders do not count
+            # keep registered classes that are not of this package; replace entries for its classes from other folders
             names = {path.rpartition(".")[2] for path in ours.values()}
             self.auto_map = ours | {auto: path for auto, path in given.items() if path.rpartition(".")[2] not in names}
         super().save_pretrained(*args, **kwargs)
 
     def __init_subclass__(cls, **kwargs):
-        # saving copies the file of a class that says so of itself, as `register_for_auto_class` does
+        # saving copies the file of a class only if the class itself sets this, as `register_for_auto_class` does
         cls._auto_class = vars(cls).get("_auto_class")
         super().__init_subclass__(**kwargs)
 

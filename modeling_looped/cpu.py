@@ -1,12 +1,12 @@
 """Decoding on a CPU: products of few rows and attention of single queries, faster than torch computes them.
 
-A reader can skip this file: `project(layer, x)` is `layer(x)` and `attend_single_query` is attention, to rounding.
-`fast_paths` is the switch of all this and of cpu_gradients.py. A way is taken where `looped benchmark products` shows
-gain. Of torch's time each takes, with 1 to 8 rows, on AMD (Zen 5) and Intel (AVX512):
+A reader can skip this file: up to rounding, `project(layer, x)` is `layer(x)` and `attend_single_query` is attention.
+`fast_paths` switches all of this and cpu_gradients.py on or off. A method is used where `looped benchmark products`
+shows a gain. Time over that of torch, with 1 to 8 rows, on AMD (Zen 5) and Intel (AVX512):
 
-- bfloat16 weights in oneDNN's order, since torch orders them anew at every product: AMD .46 to .72, Intel two thirds
+- bfloat16 weights in oneDNN's order, since torch reorders them at every product: AMD .46 to .72, Intel two thirds
 - fp32 weights in that order: AMD .56 to .73 with one row, .12 to .53 with more; off on Intel
-- fp32 weights on the left of up to 8 rows: Intel a third; off on AMD, where the order takes less
+- fp32 weights as the left factor, for up to 8 rows: Intel a third; off on AMD, where reordered weights are faster
 - attention of single queries in bfloat16: AMD .10 to .63 with one row, Intel a third
 """
 
@@ -31,13 +31,13 @@ logger = logging.get_logger(__name__)
 
 SWITCH = "LOOPED_CPU_FAST_PATHS"  # environment variable
 FEW_ROWS = 8
-# one row is what MKL is slowest at with AVX512, and what it does well without
+# with AVX512, one row is the slowest case of MKL; without AVX512, MKL is fast at it
 CAPABILITY = look_up("torch.backends.cpu", "get_cpu_capability", lambda: "")()
 FEWEST_ROWS = 1 if CAPABILITY.startswith("AVX512") else 2
 MIN_SIZE = 2**14  # elements of fp32 weights: below, a transposition costs more than it saves
-MIN_ORDERED_SIZE = 2**16  # elements of bfloat16 weights that gain by being ordered
+MIN_ORDERED_SIZE = 2**16  # elements of bfloat16 weights: below, reordering gains nothing
 MIN_ORDERED_FP32_SIZE = 2**17
-READS_BEFORE_ORDERING = 8  # to order weights takes as long as some ten products with them
+READS_BEFORE_ORDERING = 8  # reordering weights takes as long as about ten products with them
 
 
 _is_on = is_switched_on(SWITCH, "faster ways on CPUs")
@@ -49,7 +49,7 @@ def fast_paths_are_on() -> bool:
 
 @contextmanager
 def fast_paths(enabled: bool):
-    """Inside, the faster ways of this file and of cpu_gradients.py are taken or left out, in all threads."""
+    """Switch the faster methods of this file and of cpu_gradients.py on or off inside the context, in all threads."""
     global _is_on
     before, _is_on = _is_on, enabled
     try:
@@ -59,26 +59,26 @@ def fast_paths(enabled: bool):
 
 
 def operator(namespace: str, name: str):
-    """One of torch.ops that torch does not promise to keep."""
+    """Return an operator of torch.ops; torch does not promise to keep it."""
     try:
         return getattr(getattr(torch.ops, namespace), name)
     except AttributeError as error:
         raise NotImplementedError(f"torch {torch.__version__} has no operator {namespace}.{name}") from error
 
 
-# the layers that this generation may multiply with by themselves; None outside of generations
+# the layers whose products this generation may compute in its own way; None outside of generations
 _products: ContextVar[dict[nn.Module, "RepeatedProduct"] | None] = ContextVar("products", default=None)
 
 
 @contextmanager
 def decoding(model: nn.Module):
-    """Around `generate`: here weights are read again and again, and few rows may be rounded otherwise.
+    """Enable faster products during `generate`, which reads the same weights again and again; rounding may differ.
 
-    Which weights are plain is looked up before anything runs: those that FSDP and offloading show while a layer runs
-    are not.
+    Plain layers are determined before anything runs: weights that FSDP or offloading provides only while a layer runs
+    are not plain.
     """
     outer = _products.get()
-    # a call inside another one, as of an assistant model, adds to the same products
+    # a nested call, such as that of an assistant model, adds to the same products
     products: dict[nn.Module, RepeatedProduct] = {} if outer is None else outer
     if fast_paths_are_on():
         layers = [layer for layer in model.modules() if layer not in products and is_plain_linear(layer)]
@@ -94,7 +94,7 @@ def decoding(model: nn.Module):
 
 @contextmanager
 def multiplying_as_in(context: Context):
-    """Generations inside share products, and the copies of weights that these keep, with the one of `context`."""
+    """Let generations inside share the products of `context`, and the copies of weights that these keep."""
     token = _products.set(context.get(_products))
     try:
         yield
@@ -111,7 +111,7 @@ def announce(weights: list[torch.Tensor]):
 
 
 def project(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """`layer(x)`; in a generation, where that is no more than x W^T + b, by a faster way to the same."""
+    """Return `layer(x)`; in a generation a faster method computes it if it is just x W^T + b."""
     if torch.compiler.is_compiling():
         return layer(x)
     products = _products.get()
@@ -123,9 +123,9 @@ def project(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 def is_plain_linear(layer: nn.Module) -> TypeGuard[nn.Linear]:
-    """Whether calling it is x W^T + b, and nobody watches or changes the call.
+    """Return whether calling the layer is x W^T + b, and nothing watches or changes the call.
 
-    Adapted, quantised and parametrized layers are of other types, offloaded ones have another forward.
+    Adapted, quantised and parametrized layers are of other types; offloaded ones have another forward.
     """
     if type(layer) is not nn.Linear or "forward" in layer.__dict__ or layer._compiled_call_impl is not None:
         return False
@@ -134,7 +134,7 @@ def is_plain_linear(layer: nn.Module) -> TypeGuard[nn.Linear]:
 
 @cache
 def maker() -> str:
-    """Of the processor: AMD, Intel, or '' for others and where torch does not say."""
+    """Return the maker of the processor: AMD, Intel, or '' for another and where torch does not report it."""
     try:
         name = torch.cpu.get_capabilities().get("cpu_name", "")
     except AttributeError:
@@ -153,7 +153,7 @@ def goes_to_the_left(weight: torch.Tensor) -> bool:
 
 
 def can_be_ordered(weight: torch.Tensor) -> bool:
-    """Whether oneDNN here has an order of its own for weights of this kind, which gain by it."""
+    """Return whether oneDNN on this machine has its own order for such weights, and products gain by it."""
     is_fp32 = weight.dtype == torch.float32
     if weight.dtype != torch.bfloat16 and not is_fp32:
         return False
@@ -173,8 +173,8 @@ def can_be_ordered(weight: torch.Tensor) -> bool:
 class RepeatedProduct:
     """x W^T + b of one plain layer in one generation.
 
-    Weights that are ordered are read often first, and kept a second time: until the generation ends they take their
-    memory twice.
+    Weights are reordered only after READS_BEFORE_ORDERING products. The reordered copy is kept until the generation
+    ends, so that these weights take their memory twice.
     """
 
     def __init__(self, layer: nn.Linear):
@@ -182,10 +182,10 @@ class RepeatedProduct:
         self.can_be_ordered, self.goes_to_the_left = can_be_ordered(layer.weight), goes_to_the_left(layer.weight)
         self.reads = 0
         self.ordered: torch.Tensor | None = None
-        self.ordered_from: tuple | None = None  # what the weights were then
+        self.ordered_from: tuple | None = None  # `content_of` the weights at that time
 
     def still_applies(self, x: torch.Tensor) -> bool:
-        """Whether calling the layer is still this product and nothing else."""
+        """Return whether calling the layer is still this product and nothing else."""
         is_same = type(x) is torch.Tensor and self.layer._parameters.get("weight") is self.weight
         return (
             is_same
@@ -195,7 +195,7 @@ class RepeatedProduct:
         )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor | None:
-        """None where torch is as fast."""
+        """Return the product, or None where torch is as fast."""
         if self.can_be_ordered:
             return None if torch.is_grad_enabled() else self.multiply_ordered(x)
         rows = x.numel() // self.layer.in_features
@@ -204,7 +204,7 @@ class RepeatedProduct:
         return None
 
     def multiply_ordered(self, x: torch.Tensor) -> torch.Tensor | None:
-        """None as long as the copy is not worth its price, and where torch has no such operator."""
+        """Return the product, or None while a copy is not yet worth its cost, and where torch has no such operator."""
         try:
             if self.ordered is not None and self.ordered_from != content_of(self.weight):
                 self.reads, self.ordered = 0, None  # trained, or loaded anew, between two generations
@@ -220,12 +220,12 @@ class RepeatedProduct:
 
 
 def content_of(weight: torch.Tensor) -> tuple:
-    """Another one as soon as other numbers are written into the weights; those of inference mode have no version."""
+    """Return a tuple that changes when the weights are written to; weights of inference mode have no version."""
     return weight.data_ptr(), None if weight.is_inference() else weight._version
 
 
 def order(weight: torch.Tensor) -> torch.Tensor:
-    """The same weights as oneDNN reads them for few rows."""
+    """Return the same weights in the order in which oneDNN reads them for few rows."""
     return operator("mkldnn", "_reorder_linear_weight")(weight.detach(), FEW_ROWS)
 
 
@@ -234,7 +234,7 @@ def multiply_with_ordered(weight: torch.Tensor, bias: torch.Tensor | None, x: to
 
 
 def multiply_weight_with_rows(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-    """x W^T + b as (W x^T)^T + b."""
+    """Compute x W^T + b as (W x^T)^T + b."""
     rows = x.reshape(-1, layer.in_features)
     count = len(rows)
     if count == 1:
@@ -244,19 +244,19 @@ def multiply_weight_with_rows(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor
 
 
 def is_slow_single_query(queries: torch.Tensor) -> bool:
-    """Whether these are single queries of a kind for which the kernel takes three times as long as for two."""
+    """Return whether these are single queries for which the kernel takes three times as long as for two queries."""
     if queries.shape[2] != 1 or queries.dtype != torch.bfloat16 or torch.compiler.is_compiling():
         return False
     return queries.device.type == "cpu" and fast_paths_are_on()
 
 
 def attend_single_query(queries, keys, values, mask, scaling: float) -> torch.Tensor:
-    """Attention of [rows, heads, 1, head_dim]: the query doubled, or the queries that share a key head together."""
+    """Attend with queries [rows, heads, 1, head_dim]: each one doubled, or those that share a key head in one call."""
     groups = queries.shape[1] // keys.shape[1]
     if groups == 1:
-        asked = torch.cat((queries, queries), dim=2)  # expanded, it takes half as long again
+        asked = torch.cat((queries, queries), dim=2)  # a view made by expand takes half as long again
         return F.scaled_dot_product_attention(asked, keys, values, attn_mask=mask, scale=scaling)[:, :, :1]
     asked = queries.reshape(len(queries), -1, groups, queries.shape[-1])
-    if mask is not None and mask.shape[1] > 1:  # one per head
+    if mask is not None and mask.shape[1] > 1:  # one mask per head
         mask = mask.reshape(len(mask), -1, groups, mask.shape[-1])
     return F.scaled_dot_product_attention(asked, keys, values, attn_mask=mask, scale=scaling).reshape(queries.shape)

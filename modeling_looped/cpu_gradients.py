@@ -1,8 +1,8 @@
 """Training on a CPU: gradients of causal attention in bfloat16, faster than torch's kernel computes them.
 
-They are the same to rounding. `fast_paths` in cpu.py is the switch. Forward and backward take .53 to .73 of torch's
-time over 192 to 767 tokens on AMD (Zen 5), 2 to 8 % of a step with 256 tokens and width 512. From 768 tokens on the
-kernel itself takes larger blocks, and is as fast.
+They are the same up to rounding. `fast_paths` in cpu.py is the switch. Forward and backward take .53 to .73 of
+torch's time over 192 to 767 tokens on AMD (Zen 5), which saves 2 to 8 % of a step with 256 tokens and width 512. From
+768 tokens on the kernel itself uses larger blocks, and is as fast.
 """
 
 import math
@@ -14,12 +14,12 @@ from .tensors import may_be_transformed
 
 
 MIN_SIZE = 2**17  # elements of the queries
-QUERIES_PER_BLOCK = 64  # whose scores are made at once in the backward pass of attention
-SCORES_PER_BLOCK = 2**19  # of so many heads that these stay in the processor's cache
+QUERIES_PER_BLOCK = 64  # queries whose scores the backward pass computes at once
+SCORES_PER_BLOCK = 2**19  # limits the heads of a block, so that scores stay in the processor's cache
 
 
 def has_slow_gradients(queries: torch.Tensor, keys: torch.Tensor) -> bool:
-    """Whether causal attention has lengths for which the kernel's backward pass takes too small blocks."""
+    """Return whether causal attention has lengths for which the kernel's backward pass uses too small blocks."""
     if not torch.is_grad_enabled() or torch.compiler.is_compiling() or not fast_paths_are_on():
         return False
     has_lengths = 192 <= queries.shape[2] == keys.shape[2] < 768 and queries.numel() >= MIN_SIZE
@@ -28,7 +28,7 @@ def has_slow_gradients(queries: torch.Tensor, keys: torch.Tensor) -> bool:
 
 
 def attend_causally(queries, keys, values, scaling: float) -> torch.Tensor | None:
-    """Attention of [rows, heads, length, head_dim]; None where torch is as fast."""
+    """Return causal attention of [rows, heads, length, head_dim], or None where torch is as fast."""
     if not has_slow_gradients(queries, keys):
         return None
     groups = queries.shape[1] // keys.shape[1]
@@ -43,8 +43,8 @@ def attend_causally(queries, keys, values, scaling: float) -> torch.Tensor | Non
 class CausalAttention(torch.autograd.Function):
     """softmax(scaling Q K^T) V under a causal mask, all [rows, heads, length, head_dim] in bfloat16.
 
-    Forward is torch's kernel. Backward makes the probabilities again from the log of their denominators, for a block
-    of queries at a time:
+    Forward is torch's kernel. Backward recomputes the probabilities from the logarithm of their denominators (lse),
+    for one block of queries at a time:
 
         P = exp(scaling Q K^T - lse)      dV = P^T dO
         dS = P * (dO V^T - sum(dO * O))   dQ = scaling dS K      dK = scaling dS^T Q
@@ -80,7 +80,7 @@ class CausalAttention(torch.autograd.Function):
 
 
 def blocks_of_scores(num_heads: int, length: int):
-    """Slices: some heads, a block of queries, the keys they see; and buffers for their scores, two of them in fp32."""
+    """Yield slices of heads, of a block of queries and of the keys these see; and three score buffers, two in fp32."""
     step = max(1, SCORES_PER_BLOCK // (QUERIES_PER_BLOCK * length))
     dtypes = torch.float32, torch.float32, torch.bfloat16
     buffers = [torch.empty(step * QUERIES_PER_BLOCK * length, dtype=dtype) for dtype in dtypes]

@@ -1,8 +1,8 @@
-"""Unknown names of fields and arguments: what other libraries call a thing is answered with its name here.
+"""Unknown names of fields and arguments: for a name used by other libraries, the error suggests the name used here.
 
-A misspelt or foreign name that is ignored would silently run a model at its defaults. Names that stand for
-something here are refused; any other unknown one is passed over with a warning, since tools pass on what only they and
-their attention kernels read.
+If a misspelt or foreign name were ignored, the model would silently run at its defaults. So a name that stands for a
+field or argument of this package is refused. Any other unknown name only causes a warning, since tools pass arguments
+that only they and their attention kernels read.
 """
 
 import difflib
@@ -33,7 +33,7 @@ LAYERS = """
     nlayers num_core core share_layers
 """
 
-# what is advised, and the foreign names for it, of a config; the first word of the advice is the field
+# for fields of a config: the advice, and the foreign names it answers; the first word of the advice is the field
 FIELDS = {
     "num_loops": DEPTH,
     "num_core_layers (unique layers inside the loop; num_prelude_layers and num_coda_layers are outside)": LAYERS,
@@ -110,7 +110,7 @@ FIELDS = {
     "rope_parameters={'full_attention': {...}, 'sliding_attention': {...}}": "rope_local_base_freq local_rope_theta",
     "rope_parameters={'partial_rotary_factor': ...}": "rotary_pct rotary_dim rope_pct",
 }
-# of forward and generate
+# the same for arguments of forward and generate
 ARGUMENTS = {
     "num_loops": f"{DEPTH} depth depths steps",
     "num_loops, which counts from 1 (a step k that counts from 0 is num_loops=k + 1)": "exit_at_step early_exit_step",
@@ -174,7 +174,7 @@ def by_foreign_name(table: dict[str, str]) -> dict[str, str]:
 
 
 FIELD_OF, ARGUMENT_OF = by_foreign_name(FIELDS), by_foreign_name(ARGUMENTS)
-# tools that serve all models set, and save, every one of them; so they are only warned of
+# tools that support all models set and save every one of these names, so they only cause a warning
 SPELLINGS_OF_EPS = frozenset(FIELDS["rms_norm_eps"].split())
 
 # keys that transformers and its tools write into any config.json, or read from the arguments of any config
@@ -189,7 +189,7 @@ KEYS_OF_TOOLS = frozenset(
     """.split()
 )
 
-# of tokenizers: AutoTokenizer also passes them on to the config, which it opens first
+# arguments of tokenizers: AutoTokenizer also passes them to the config, which it opens first
 ARGUMENTS_OF_TOKENIZERS = frozenset(
     """
     padding_side truncation_side model_max_length bos_token eos_token unk_token sep_token pad_token cls_token
@@ -198,7 +198,7 @@ ARGUMENTS_OF_TOKENIZERS = frozenset(
     """.split()
 )
 
-# what transformers, trainers and serving engines pass to any model's forward, and forward need not know
+# arguments that transformers, trainers and serving engines pass to any model's forward, which need not read them
 ARGUMENTS_OF_TOOLS = frozenset(
     """
     num_items_in_batch output_hidden_states output_attentions output_router_logits cu_seq_lens_q cu_seq_lens_k
@@ -210,11 +210,11 @@ ARGUMENTS_OF_TOOLS = frozenset(
 
 
 class UnknownNameError(TypeError, ValueError):
-    """An argument that a model does not have: the `TypeError` that Python raises, and a `ValueError`."""
+    """An argument that a model does not have: a `TypeError`, as Python raises, and also a `ValueError`."""
 
 
 def meant(name: str, known: Collection[str], foreign: dict[str, str]) -> str | None:
-    """The name here, or the advice, that an unknown name probably stands for."""
+    """Return the name here that an unknown name probably stands for, or advice; None if it is like no known name."""
     if name.lower() in foreign:
         return foreign[name.lower()]
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.85)
@@ -223,21 +223,21 @@ def meant(name: str, known: Collection[str], foreign: dict[str, str]) -> str | N
 
 
 def refuse_foreign(names: Iterable[str], known: Collection[str], what: str):
-    """Refuses those of `names` that stand for one of `known`; others may mean something elsewhere."""
+    """Refuse those of `names` that stand for one of `known`; any other name may mean something elsewhere."""
     for name in names:
         if name not in known and (advice := meant(name, known, ARGUMENT_OF)):
             raise UnknownNameError(f"{what} has no argument `{name}`; did you mean `{advice}`?")
 
 
 def check_arguments(given: Iterable[str], known: Collection[str], what: str):
-    """Refuses arguments that have another name here, and warns of others that nothing reads.
+    """Refuse arguments that have another name here, and warn of other unknown ones.
 
-    given: names beyond those of the signature, `known`. A compiler cannot trace the warning."""
+    given: names of extra arguments. known: those of the signature. A compiler cannot trace the warning."""
     for name in given:
         if name not in ARGUMENTS_OF_TOOLS and name not in known:
             refuse_foreign([name], known, what)
             if not torch.compiler.is_compiling():
-                # the same words of head and trunk, so that they are said once
+                # head and trunk use the same text, so that it is logged once
                 logger.warning_once(
                     f"No argument is called `{name}`: it is passed on to the blocks and their attention kernel."
                 )

@@ -11,13 +11,13 @@ from .foreign_names import UnknownNameError
 from .overrides import PACKAGE
 
 
-# Readers of layouts that are not ours: "public" and "dense" open models, "config" reads config.json. formats/ fills
-# this; the code beside a saved model does without.
+# Readers of foreign layouts: "public" and "dense" open models, "config" reads config.json. formats/ fills this table;
+# in the code beside a saved model it stays empty.
 OPENERS: dict[str, Callable] = {}
 STRICTLY: ContextVar[tuple[str, str] | None] = ContextVar("path and class of what is loaded strictly", default=None)
 
 
-# those of auto_classes.py, which imports this file, as config.json names them
+# the classes of auto_classes.py, which imports this file, by their names in config.json
 OUR_CLASSES = {
     "LoopedModel",
     "LoopedForCausalLM",
@@ -28,7 +28,7 @@ OUR_CLASSES = {
 
 
 class LoopedCheckpointError(ValueError, RuntimeError):
-    """A checkpoint that does not fit the model: a `ValueError`, and the `RuntimeError` that transformers raises."""
+    """A checkpoint that does not fit the model: a `ValueError`, and also a `RuntimeError`, as transformers raises."""
 
 
 def refuse_arguments_of_generate(kwargs: dict):
@@ -41,7 +41,7 @@ def refuse_arguments_of_generate(kwargs: dict):
 
 
 def refuse_tensors_that_do_not_fit(path, model_name: str, missing, unexpected, mismatched):
-    """Refuses a checkpoint if any of its tensors does not fit."""
+    """Refuse a checkpoint with any tensor that is missing, unknown to the model or of another shape."""
     misfits = {
         "missing from it": missing,
         "not in the model": unexpected,
@@ -76,7 +76,7 @@ def refuse_layers_without_scales(model, missing):
 
 
 def refuse_class_of_others(path, cls, architectures: list[str] | None):
-    """Whose forward pass may be another, also where all tensors fit."""
+    """Refuse a checkpoint of a foreign class: its forward may differ even if all its tensors fit."""
     is_ours = cls.__module__.rpartition(".")[0] == PACKAGE
     if is_ours and architectures and not OUR_CLASSES.intersection(architectures):
         raise LoopedCheckpointError(
@@ -86,7 +86,7 @@ def refuse_class_of_others(path, cls, architectures: list[str] | None):
 
 
 def refuse_unset_parameters(model, missing):
-    """Memory is all that is in parameters which no checkpoint has, and which nothing says how to fill."""
+    """Refuse parameters that the checkpoint lacks and no class initializes: they would hold arbitrary memory."""
     parameters = {name for name, _ in model.named_parameters()} if missing else set()
     for name in parameters & set(missing):
         module = model.get_submodule(name.rpartition(".")[0])
@@ -103,14 +103,14 @@ def is_filled_by_transformers(module) -> bool:
 
 
 class StrictLoadingMixin:
-    base_model_prefix: str  # of the model that this is mixed into
+    base_model_prefix: str  # set by the class that this is mixed into
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *model_args, strict: bool = True, **kwargs):
-        """As `PreTrainedModel.from_pretrained`, but a tensor of the trunk that is missing from the checkpoint or
-        unknown to the model is an error. Heads may differ: a causal LM's checkpoint opens as a classifier.
-        `strict=False` (or `ignore_mismatched_sizes=True`) gives transformers' own behaviour: a report, fresh weights.
-        So does `output_loading_info=True`, since that report is then in the caller's hands.
+        """Load like `PreTrainedModel.from_pretrained`, but raise an error if a tensor of the trunk is missing from the
+        checkpoint or unknown to the model. Heads may differ: a causal LM's checkpoint opens as a classifier.
+        `strict=False` (or `ignore_mismatched_sizes=True`) restores transformers' behaviour: a report, fresh weights.
+        So does `output_loading_info=True`, because the caller then receives that report.
         """
         refuse_arguments_of_generate(kwargs)
         if (file := kwargs.get("gguf_file")) is not None:
@@ -118,21 +118,21 @@ class StrictLoadingMixin:
                 f"gguf_file={file!r}: transformers reads no looped model from GGUF. Load the safetensors that it was "
                 "made of; a dense model in GGUF opens as its own class, and from_dense makes it loop"
             )
-        # a folder in a layout that is not ours, see formats/
+        # a folder in a foreign layout, see formats/
         public = None
         if pretrained_model_name_or_path is not None and "public" in OPENERS:
             public = OPENERS["public"](pretrained_model_name_or_path, kwargs)
         loader = cls if public is None else public.loading_class(cls)
         wants_info = kwargs.pop("output_loading_info", False)
-        # without a path the caller gave a state_dict, and with it the responsibility
+        # without a path the caller passes a state_dict, and is responsible for it
         has_path = pretrained_model_name_or_path is not None
         refuses = strict and has_path and not wants_info and not kwargs.get("ignore_mismatched_sizes")
         if refuses:
-            kwargs["ignore_mismatched_sizes"] = True  # the error is ours, and says which sizes
+            kwargs["ignore_mismatched_sizes"] = True  # so that the error raised below can name the sizes
         before = STRICTLY.set((str(pretrained_model_name_or_path), cls.__name__) if refuses else None)
         try:
             of_transformers: Any = super(StrictLoadingMixin, loader)  # pyrefly: ignore[invalid-argument]
-            load = of_transformers.from_pretrained  # of PreTrainedModel, beside this class
+            load = of_transformers.from_pretrained  # the method of PreTrainedModel, the other base class
             model, info = load(pretrained_model_name_or_path, *model_args, output_loading_info=True, **kwargs)
         except TypeError as error:
             if "unexpected keyword argument" not in str(error):
@@ -164,8 +164,8 @@ class StrictLoadingMixin:
 
     @classmethod
     def _finalize_model_loading(cls, model, *args, **kwargs):
-        """transformers' own makes tensors for what did not fit, for which an absurd config leaves no memory: so
-        what could not load anyway is refused early."""
+        """Refuse early what cannot load anyway: transformers' method allocates tensors for all that did not fit, for
+        which an absurd config leaves no memory."""
         info = next((each for each in (*args, *kwargs.values()) if hasattr(each, "mismatched_keys")), None)
         if info is not None and (loaded := STRICTLY.get()):
             sizes = {name: tensor.numel() for name, tensor in model.named_parameters()}
@@ -177,7 +177,7 @@ class StrictLoadingMixin:
 
     @classmethod
     def from_dense(cls, pretrained_model_name_or_path, **options):
-        """A looped model made of a dense one (Llama, Mistral, Qwen and others), see formats/dense.py."""
+        """Make a looped model from a dense one (Llama, Mistral, Qwen and others), see formats/dense.py."""
         if "dense" not in OPENERS:
             raise NotImplementedError("from_dense needs the installed package: pip install modeling-looped")
         return OPENERS["dense"](cls, pretrained_model_name_or_path, **options)

@@ -6,7 +6,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 
 def depth_correction(config) -> float:
-    """What lr and eps of the blocks are multiplied by: m^(-1/2), m = L / residual_reference_layers, if "factored"."""
+    """Return the factor of the blocks' lr and eps: if "factored", m^(-1/2) with m = L / residual_reference_layers."""
     if config.residual_scaling != "factored":
         return 1.0
     return (config.num_layers / config.residual_reference_layers) ** -0.5
@@ -20,10 +20,10 @@ def parameter_groups(
     keep_decay_product: bool = False,
     correct_for_depth: bool = True,
 ) -> list[dict]:
-    """Groups for AdamW. With residual_scaling "factored", every parameter inside a block gets lr and eps times
+    """Return groups for AdamW. With residual_scaling "factored", every parameter inside a block gets lr and eps times
     m^(-1/2), m = L / residual_reference_layers; embeddings, head, final norm, gate and injection keep the base rate.
-    Nothing depends on the number of loops. Weight decay keeps its value, or with `keep_decay_product` the product
-    lr * weight_decay keeps its own (the workshop version). Without `correct_for_depth` all keep the base rate.
+    Nothing depends on the number of loops. `weight_decay` stays the same, or with `keep_decay_product` the product
+    lr * weight_decay does (the workshop version). Without `correct_for_depth` all groups keep the base rate.
     """
     factor = depth_correction(model.config) if correct_for_depth else 1.0
     trunk: Any = getattr(model, model.base_model_prefix, model)

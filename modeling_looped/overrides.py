@@ -1,4 +1,4 @@
-"""Whether somebody has changed what a module does, or where: hooks, replaced methods, wrapped calls, devices."""
+"""Checks whether a module was changed from outside: hooks, replaced methods, wrapped calls, other devices."""
 
 import torch
 from torch import nn
@@ -6,7 +6,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 
-PACKAGE = __name__.rpartition(".")[0]  # this one, also where it lies beside a saved model
+PACKAGE = __name__.rpartition(".")[0]  # this package, also where its code lies beside a saved model
 KNOWN_PACKAGES = "torch.", "transformers.", "peft.tuners.", f"{PACKAGE}."
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
@@ -16,7 +16,7 @@ def has_hooks(module) -> bool:
 
 
 def has_global_hooks() -> bool:
-    """Whether torch has hooks for all modules; where torch does not say, it may have some."""
+    """Return whether torch has hooks for all modules; True if this torch cannot tell."""
     try:
         return bool(nn.modules.module._has_any_global_hook())
     except AttributeError:
@@ -24,7 +24,7 @@ def has_global_hooks() -> bool:
 
 
 def is_as_written(module, *methods: str) -> bool:
-    """Whether these methods of a module are of this package: no other function has replaced them."""
+    """Return whether these methods of a module are those of this package, replaced by no other function."""
     own = vars(module)
 
     def is_ours(name: str) -> bool:
@@ -36,21 +36,21 @@ def is_as_written(module, *methods: str) -> bool:
 
 
 def modules_of_method(cls: type, name: str) -> tuple[str, str]:
-    """Where the class is defined that has it, and where the function: functools.wraps gives a function the module of
-    what it wraps, but not a class."""
+    """Return the modules that define the class with this method, and the function. Both are needed: functools.wraps
+    gives a function the module of the function it wraps, but does not change a class."""
     owner = next(each for each in cls.__mro__ if name in vars(each))
     return owner.__module__, vars(owner)[name].__module__
 
 
 def is_wrapped(module, method) -> bool:
-    """Whether a method of an instance does what that of its class does: accelerate's moves tensors or sets their
-    precision, torch's is compiled."""
+    """Return whether a method of an instance does the same as that of its class: accelerate's wrapper moves tensors or
+    sets their precision, torch's is the compiled method."""
     is_of_accelerate = hasattr(module, "_hf_hook") or hasattr(module, "_original_forward")
     return is_of_accelerate or hasattr(method, "_torchdynamo_orig_callable")
 
 
 def is_changed(module: nn.Module) -> bool:
-    """Whether it carries hooks of others, of its own or of its parameters, or runs or reads other than it was built
+    """Return whether a module or its parameters have foreign hooks, or it runs or reads anything that it was not built
     with."""
     own, weights = vars(module), module.parameters(recurse=False)
     is_other = any(torch.is_tensor(value) or replaces_method(module, name) for name, value in own.items())
@@ -59,23 +59,23 @@ def is_changed(module: nn.Module) -> bool:
 
 
 def replaces_method(module, name: str) -> bool:
-    """Whether an attribute of the instance hides a method of its class."""
+    """Return whether an attribute of the instance hides a method of its class."""
     return callable(getattr(type(module), name, None))
 
 
 def has_foreign_hooks(module) -> bool:
-    """Those of this package watch the prompts of single calls, and change nothing; those by which transformers records
-    what blocks return do nothing outside of the model's own forward."""
+    """Return whether a module has hooks that may change it. Hooks of this package only watch the prompts of single
+    calls; those with which transformers records outputs of blocks do nothing outside the model's own forward."""
     packages = PACKAGE, "transformers.utils"
     hooks = (hook for name in HOOKS for hook in getattr(module, name).values())
     return any(getattr(hook, "__module__", "").rpartition(".")[0] not in packages for hook in hooks)
 
 
 def sdpa_is_as_written() -> bool:
-    """Whether "sdpa" is transformers' own function: another may have been registered under that name."""
+    """Return whether "sdpa" is transformers' own function: another may have been registered under that name."""
     return ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa_attention_forward
 
 
 def is_split(model) -> bool:
-    """Whether layers run on more than one device; those that are offloaded run on the device of the others."""
+    """Return whether layers run on more than one device; offloaded layers run on the device of the other layers."""
     return len({*getattr(model, "hf_device_map", {}).values()} - {"cpu", "disk"}) > 1

@@ -9,11 +9,11 @@ from math import sqrt
 
 
 _FLT_BLOCK = {
-    # as the public code has it: parameter-free norms, on the embedding before the first layer (but for LT_i, which
-    # norms its sum with the state) and on the state after every loop, which is also what the head reads
+    # as in the public code: norms without parameters, on the embedding before the first layer (LT_i has one on the sum
+    # of embedding and state instead) and on the state after every loop; the head reads the latter too
     "inter_loop_norm": "shared",
     "rms_norm_eps": 2.0**-23,
-    # d = 64 * layers, heads of 128 or, for small widths, ceil(d / 128) heads
+    # d = 64 * layers, and ceil(d / 128) heads: of width 128 where that divides d
     "vocab_size": 151680,
     "hidden_size": lambda f: 64 * f["num_core_layers"],
     "intermediate_size": lambda f: 4 * f["hidden_size"],
@@ -36,7 +36,7 @@ _HUGINN_BLOCK = {
     "injection": "concat",
     "block_norm": "residual_sandwich",
     "coda_input": "norm",
-    "embedding_scale": lambda f: sqrt(abs(f["hidden_size"])),  # one below 0 is refused with the others
+    "embedding_scale": lambda f: sqrt(abs(f["hidden_size"])),  # a negative width is refused later
     "tie_word_embeddings": True,
     "rope_parameters": {"rope_type": "default", "rope_theta": 50000.0},
     "init_scheme": "takase",
@@ -160,7 +160,7 @@ PRESETS = {
 
 
 def preset_fields(name: str, overrides: dict) -> dict:
-    """The fields of preset `name` with `overrides`; functions of other fields are resolved in the order written."""
+    """Return the fields of preset `name` with `overrides`; functions of fields are evaluated in the order written."""
     if name not in PRESETS:
         raise ValueError(f"there is no preset {name!r}; choose one of {', '.join(sorted(PRESETS))}")
     fields = {**deepcopy(PRESETS[name]), **overrides}

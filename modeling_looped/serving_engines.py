@@ -1,4 +1,4 @@
-"""What serving engines would leave out silently, and so is refused where they build a model."""
+"""Checks where serving engines build a model: refuse the settings that they would leave out silently."""
 
 from transformers import GenerationConfig
 
@@ -8,14 +8,14 @@ from .depth_options import DEPTH_FIELDS, listed
 
 
 def check_for_engine(config):
-    """Refuse what an engine that builds this model would run otherwise than it was asked for, or break at later."""
+    """Refuse settings that an engine which builds this model would not follow, or at which it would fail later."""
     engine = config._attn_implementation
     if engine == "vllm" and (current := look_up("vllm.config", "get_current_vllm_config")):
         parallel, served = current().parallel_config, current().model_config
         check_parallelism(config, parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
-        if served.generation_config != "vllm":  # that is: not what was saved
+        if served.generation_config != "vllm":  # "vllm" means that the saved file is not used
             check_saved_depth(config, served.try_get_generation_config(), "--hf-overrides")
-    elif engine == "sglang":  # pipeline stages it refuses itself
+    elif engine == "sglang":  # SGLang itself refuses pipeline stages
         check_softcap(config.attention_softcap, engine)
         refuse_if(
             config.has_windows,
@@ -59,7 +59,7 @@ def check_parallelism(config, ranks: int, stages: int = 1):
 
 
 def check_saved_depth(config, saved: dict, override: str):
-    """Engines run every token to the depth of the config. override: their flag that changes it."""
+    """Refuse other saved depths: engines run tokens to the config's depth. override: their flag that changes it."""
     if getattr(config, "_num_loops_asked_for", False):
         return
     plain = {**DEPTH_FIELDS, "num_loops": config.num_loops}

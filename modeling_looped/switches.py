@@ -1,4 +1,4 @@
-"""Variables of the environment that turn a faster way off."""
+"""Environment variables that switch a faster method off."""
 
 import os
 

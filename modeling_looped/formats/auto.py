@@ -1,7 +1,7 @@
 """Auto classes of transformers for the published layouts, on request.
 
-Without it, AutoConfig knows none of these model types, or opens the code of their repositories. Parcae's config.json
-has no model_type, so nothing that goes by AutoConfig can open it: LoopedForCausalLM.from_pretrained does, and
+Without registration, AutoConfig does not know these model types, or runs the code of their repositories. Parcae's
+config.json has no model_type, so AutoConfig cannot open it: LoopedForCausalLM.from_pretrained does, and
 `looped convert` makes a folder of it that opens everywhere.
 """
 
@@ -14,7 +14,7 @@ from .registry import READABLE
 
 
 def foreign_config(model_type: str) -> type:
-    """A config class that stands for a model type, and makes a LoopedConfig of each config.json."""
+    """Return a config class that is registered for a model type and makes a LoopedConfig of each config.json."""
 
     class ForeignConfig(PreTrainedConfig):
         @classmethod
@@ -28,7 +28,7 @@ def foreign_config(model_type: str) -> type:
 
 
 def register_public_formats():
-    """From here on AutoConfig and AutoModel..., and with them pipeline and lm_eval, open folders of these layouts
-    as models of this package, without trust_remote_code. Models are still saved in our own layout."""
+    """Let AutoConfig and AutoModel..., and with them pipeline and lm_eval, open folders of these layouts as models
+    of this package, without trust_remote_code. Models are still saved in the layout of this package."""
     for model_type in {layout.model_type for layout in READABLE if layout.model_type}:
         transformers.AutoConfig.register(model_type, foreign_config(model_type), exist_ok=True)

@@ -1,6 +1,6 @@
-"""Tensors that a foreign layout holds in another form: what of ours is in one of theirs, and back, bit for bit.
+"""Changes between a tensor that a foreign layout stores and the parameters in it, both ways, bit for bit.
 
-`read` gets one stored tensor and gives ours, in the order in which a rule names them; `write` is its inverse.
+`read` turns one stored tensor into parameters, in the order in which a rule names them; `write` is its inverse.
 """
 
 import torch
@@ -21,7 +21,7 @@ class Change:
 
 
 def to_halves(rows: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """Rows [heads * head_dim, ...] in which rotary positions turn pairs of neighbours, as our halves of a head."""
+    """Reorder rows [heads * head_dim, ...] so that rotary positions rotate halves of a head, not neighbours."""
     pairs = rows.reshape(-1, head_dim // 2, 2, *rows.shape[1:])
     return pairs.transpose(1, 2).reshape(rows.shape)
 
@@ -33,7 +33,7 @@ def to_pairs(rows: torch.Tensor, head_dim: int) -> torch.Tensor:
 
 
 class Halves(Change):
-    """A query or key projection whose heads are turned in pairs of neighbours."""
+    """A query or key projection stored for rotary positions that rotate pairs of neighbours."""
 
     def read(self, stored, config):
         check_rows(stored, config.head_dim)
@@ -44,7 +44,7 @@ class Halves(Change):
 
 
 class FusedHeads(Change):
-    """One matrix with the rows of queries, keys and values. pairs: queries and keys are turned in pairs."""
+    """One matrix with the rows of queries, keys and values. pairs: rotary positions rotate pairs of neighbours."""
 
     def __init__(self, pairs: bool):
         self.pairs = pairs
@@ -66,7 +66,7 @@ class FusedHeads(Change):
 
 
 class FusedBiases(Change):
-    """Biases of queries and keys, [2, 1, heads, head_dim], of heads that are turned in pairs."""
+    """Biases of queries and keys, [2, 1, heads, head_dim], where rotary positions rotate pairs of neighbours."""
 
     def read(self, stored, config):
         check_rows(stored[0].reshape(-1), config.head_dim)
@@ -83,7 +83,7 @@ class FusedBiases(Change):
 
 
 class FusedGate(Change):
-    """One matrix with the rows of the MLP's gate, then of what it gates."""
+    """One matrix with the rows of the MLP's gate projection, then those of its up projection."""
 
     def read(self, stored, config):
         check_rows(stored, 2)

@@ -1,7 +1,7 @@
-"""The rules of a layout in transformers' words, so that its own loading reads a foreign folder.
+"""The rules of a layout as conversions of transformers, with which transformers loads a foreign folder.
 
-transformers looks conversions up by the name of the model's class, on loading and again on saving. So a model is
-loaded as a class of another name and given its own class back: from then on it is saved in our layout, as any other.
+transformers looks conversions up by the name of the model's class, both to load and to save. So a model is loaded as
+a class of another name and then gets its own class back, and is saved in the layout of this package like any other.
 """
 
 import re
@@ -14,7 +14,7 @@ from .layout import Layout, Rule
 
 
 class ReadChange(ConversionOps):
-    """A change of a rule, as transformers runs it while it loads."""
+    """The change of a rule as an operation that transformers runs while it loads."""
 
     def __init__(self, rule: Rule):
         self.rule = rule
@@ -27,7 +27,7 @@ class ReadChange(ConversionOps):
         assert self.rule.change is not None
         try:
             parts = self.rule.change.read(tensor, config)
-        except ShapeError:  # reported as any other tensor of a wrong shape
+        except ShapeError:  # reported like any other tensor of wrong shape
             return {full_layer_name: tensor}
         return {layer + leaf: part for leaf, part in zip(leaves, parts, strict=True)}
 
@@ -48,13 +48,13 @@ def conversions(layout: Layout) -> list:
 
 
 def loading_class(model_class: type, layout: Layout) -> type:
-    """The class under whose name a folder of this layout is loaded as a `model_class`."""
+    """Return a subclass of `model_class`, under whose name the conversions of a layout are registered."""
     name = f"{re.sub('[^a-zA-Z]', '', layout.name.title())}As{model_class.__name__}"
     conversion_mapping.register_checkpoint_conversion_mapping(name, conversions(layout), overwrite=True)
     return type(name, (model_class,), {"_keys_to_ignore_on_load_unexpected": list(layout.ignored)})
 
 
 def leave_loading_class(model, model_class: type):
-    """Makes a loaded model one of its own class again; nothing of the class for loading is kept."""
+    """Give a loaded model its own class back, and remove what the class for loading left on it."""
     model.__class__ = model_class
     vars(model).pop("_weight_conversions", None)

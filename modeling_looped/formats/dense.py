@@ -1,13 +1,13 @@
-"""Dense models that are made to loop: their layers become prelude, core and coda, and may be thinned out or tied.
+"""Looped models made from dense ones: the dense layers become prelude, core and coda; some may be left out or tied.
 
-At one loop the looped model is the dense one, bit for bit where no layer was left out, whatever `injection`:
+At one loop the looped model equals the dense one, bit for bit if no layer was left out, with every `injection`:
 
     none, residual_all, attention_first, attention_all    act from the second loop on, or not at all
     concat      W = [0 | I]: the loop starts from the input, and learns how much to take from the state
     add         from a state of zeros
     diagonal    from a state of zeros, with B = I and a step of 1
 
-With "concat" that is so at every depth, and with any injection if `loop_change_gate` is set.
+With "concat" they are equal at every depth, and so they are with any injection if `loop_change_gate` is set.
 """
 
 import copy
@@ -33,7 +33,7 @@ from .layer_choice import SECTIONS, LayerChoice, choose_layers
 from .relaxed import set_loop_residuals
 
 
-# what a dense model's layers and trunk compute: of weights that are there, it cannot be chosen
+# fields that cannot be chosen, because the dense model's weights determine them
 OF_DENSE_MODELS = frozenset(
     """
     vocab_size hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim core_hidden_size
@@ -44,15 +44,15 @@ OF_DENSE_MODELS = frozenset(
 )
 LAYER = r"model\.layers\.(\d+)\.(.+)"
 OF_LOADING = frozenset("revision token cache_dir local_files_only force_download subfolder".split())
-FRESH_STATE = ("add", "diagonal")  # injections that leave the input as it is if the state is zero
+FRESH_STATE = ("add", "diagonal")  # injections that pass the input on unchanged if the state is zero
 
 
 class Start(NamedTuple):
-    """What is known of a looped model before any weight is read."""
+    """The plan of a looped model, known before any weight is read."""
 
     family: Family
     choice: LayerChoice
-    plain: LoopedConfig  # of a model that does nothing but the dense one's layers
+    plain: LoopedConfig  # of a model with the dense layers alone: one loop, no injection
     config: LoopedConfig
 
 
@@ -64,9 +64,9 @@ def from_dense(
     attn_implementation: str | None = None,
     **options: Any,
 ) -> LoopedForCausalLM:
-    """A looped model of the weights of a dense one: a folder, a name, or a model of transformers, which is left alone.
+    """Make a looped model of a dense one: a folder, a name, or a model of transformers, which is not changed.
 
-    options: what `start_from_dense` takes, and arguments of loading such as `revision`.
+    options: arguments of `start_from_dense`, and of loading such as `revision`.
     """
     if not issubclass(cls, LoopedForCausalLM):
         raise ValueError(f"from_dense makes a LoopedForCausalLM, not a {cls.__name__}; save it and open that folder")
@@ -86,11 +86,11 @@ def from_dense(
     per_loop = weights_by_loop(layers, start.choice) if has_residuals else None
     state |= zeros_of_loops(start.config, has_residuals, dense.dtype)
     to_dtype, device, generation_config = dtype or dense.dtype, dense.device, copy.deepcopy(dense.generation_config)
-    del dense, layers  # with them the layers that are left out
+    del dense, layers  # this frees the layers that are left out
 
     attention: dict[str, Any] = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     model: Any = cls.from_pretrained(None, config=start.config, state_dict=state, dtype=to_dtype, **attention)
-    model.config._name_or_path = model.name_or_path = ""  # of no folder; transformers writes "None"
+    model.config._name_or_path = model.name_or_path = ""  # from no folder; transformers would write "None"
     if per_loop is not None:
         set_loop_residuals(model, per_loop)
     if generation_config is not None:
@@ -112,8 +112,8 @@ def opened(loader, path, loading: dict):
 
 
 class RefusesBeforeItFills:
-    """A dense model's class that refuses what does not fit before transformers makes up the weights it lacks: at the
-    sizes of an absurd config.json that takes minutes, or more memory than there is."""
+    """Mixin for a dense model's class that refuses tensors that do not fit before transformers fills in missing ones:
+    at the sizes of an absurd config.json filling takes minutes, or more memory than there is."""
 
     @classmethod
     def _finalize_model_loading(cls, model, load_config, loading_info):
@@ -126,10 +126,10 @@ class RefusesBeforeItFills:
 
 
 def opened_model(path, config: PreTrainedConfig, loading: dict) -> PreTrainedModel:
-    """A dense model whose weights are all there, and all its own: transformers makes up those that are missing."""
+    """Open a dense model; refuse missing, unknown and misshapen weights: transformers would fill in missing ones."""
     dense_class = AutoModelForCausalLM._model_mapping[type(config)]
     refuses = type(dense_class.__name__, (RefusesBeforeItFills, dense_class), {"__module__": dense_class.__module__})
-    report = {"output_loading_info": True, "ignore_mismatched_sizes": True}  # the error is ours, and says which sizes
+    report = {"output_loading_info": True, "ignore_mismatched_sizes": True}  # the error below names the sizes
     model, info = opened(refuses, path, {**loading, **report})
     refuse_folder(path, info["missing_keys"], info["unexpected_keys"], info["mismatched_keys"])
     return model
@@ -157,16 +157,16 @@ def start_from_dense(
     injection: str = "none",
     **overrides: Any,
 ) -> Start:
-    """By default every dense layer is kept, all in the core.
+    """Plan a looped model. By default every dense layer is kept, and all are in the core.
 
     layers: the dense layers to keep, counted from 0: a list, which the counts divide, or a list for each section.
-    core_init: "copy" puts the dense layers of the core there one by one. The others make `num_core_layers` of
+    core_init: "copy" copies the dense layers of the core one by one. The others make `num_core_layers` layers from
         `num_core_layers * num_loops` dense ones (relaxed recursion): "lower" takes the first ones, "stepwise" evenly
-        spaced ones with the first and the last, "average" the mean of those that a loop would run at the same place.
-        With a loop_lora_rank, what each loop's layers are beyond that becomes its own, as far as the rank goes.
-    num_loops: by default 1, or as many as the core's dense layers are times the looped ones.
+        spaced ones with the first and the last, "average" the mean of those that all loops would run at one place.
+        With a loop_lora_rank, each loop adds the difference of its dense layers from these, as far as the rank allows.
+    num_loops: by default 1, or the number of dense layers in the core divided by `num_core_layers`.
     overrides: other fields of LoopedConfig. Those that act before the second loop (prelude_norm, injection_norm,
-        residual_scaling, another readout_norm) make it another function from the start.
+        residual_scaling, another readout_norm) change the model's function from the start.
     """
     family = family_of(dense_config)
     if dense_config.num_hidden_layers > MOST_LAYERS:
@@ -182,13 +182,13 @@ def start_from_dense(
 
 
 def fields_of_layers(choice: LayerChoice, windows: str | None, ropes: str | None) -> dict[str, Any]:
-    """The fields that count layers, and those that have a letter for each."""
+    """Return the fields that count layers, and those that have a letter for each layer."""
     fields: dict[str, Any] = {f"num_{name}_layers": len(choice.sources[name]) for name in SECTIONS}
     if windows is not None:
         letters = choice.letters(windows, "sliding window")
         if set(letters) == {"L"}:
             fields["sliding_window"] = None
-        elif set(letters) != {"S"}:  # a window without a pattern is that of all layers
+        elif set(letters) != {"S"}:  # a window without a pattern applies to all layers
             fields["window_pattern"] = letters
     if ropes is not None:
         letters = choice.letters(ropes, "rotary positions")
@@ -215,7 +215,7 @@ def looped_config(plain: LoopedConfig, fields: dict, num_loops: int, injection: 
             )
     unknown = [name for name in overrides if name not in {field.name for field in dataclasses.fields(LoopedConfig)}]
     given: dict[str, Any] = {**fields, "num_loops": num_loops, "injection": injection, **overrides}
-    config = LoopedConfig(**given)  # which says what a foreign name stands for here
+    config = LoopedConfig(**given)  # its error says what a foreign name stands for here
     if unknown:
         raise ValueError(
             f"from_dense has no argument {', '.join(unknown)}: it takes fields of LoopedConfig, and of loading "
@@ -225,7 +225,7 @@ def looped_config(plain: LoopedConfig, fields: dict, num_loops: int, injection: 
 
 
 def layers_of(dense: PreTrainedModel, family: Family) -> dict[int, dict[str, torch.Tensor]]:
-    """The tensors of every dense layer, under our names."""
+    """Return the tensors of every dense layer, under the names of this package."""
     layers: dict[int, dict[str, torch.Tensor]] = {}
     for name, tensor in dense.state_dict().items():
         if inside := re.fullmatch(LAYER, name):
@@ -234,7 +234,7 @@ def layers_of(dense: PreTrainedModel, family: Family) -> dict[int, dict[str, tor
 
 
 def looped_state(dense: PreTrainedModel, layers: dict, start: Start, clones: bool) -> dict[str, torch.Tensor]:
-    """The dense weights under our names. clones: as copies; else tensors are the dense model's own."""
+    """Return the dense weights under the names of this package. clones: copy them, else share memory."""
     state = {
         name: tensor.clone() if clones else tensor
         for name, tensor in dense.state_dict().items()
@@ -259,7 +259,7 @@ def looped_state(dense: PreTrainedModel, layers: dict, start: Start, clones: boo
 
 
 def weights_by_loop(layers: dict, choice: LayerChoice) -> list[dict[str, torch.Tensor]]:
-    """The dense weights that each loop of tied layers stands for, by their names inside the core."""
+    """Return, for each loop of tied layers, the dense weights that it stands for, by their names inside the core."""
     assert choice.tied is not None
     size = len(choice.sources["core"])
     passes = [choice.tied[first : first + size] for first in range(0, len(choice.tied), size)]
@@ -270,7 +270,7 @@ def weights_by_loop(layers: dict, choice: LayerChoice) -> list[dict[str, torch.T
 
 
 def mean(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """The mean, taken in at least fp32."""
+    """Return the mean, computed in at least fp32."""
     if len(tensors) == 1:
         return tensors[0]
     wide = wide_dtype(tensors[0])
@@ -281,15 +281,15 @@ def mean(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 
 def zeros_of_loops(config: LoopedConfig, has_residuals: bool, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """What loops have for themselves and loading would call missing: low-rank deltas, which get their values from the
-    residuals afterwards, and the gate, which is 0 at the start."""
+    """Return zeros for parameters that loading would report as missing: the low-rank deltas of loops, which are set
+    from the residuals afterwards, and the change gate, which is 0 at the start."""
     parts = [".loop_deltas."] * has_residuals + [".change_gate."]
     shapes = {name: shape for name, shape in shapes_of(config).items() if any(part in name for part in parts)}
     return {name: torch.zeros(shape, dtype=dtype) for name, shape in shapes.items()}
 
 
 def weights_of_injection(config: LoopedConfig, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Weights with which the input enters the core as it is."""
+    """Return injection weights with which the input enters the core unchanged."""
     identity = torch.eye(config.hidden_size, dtype=dtype)
     if config.injection == "concat":  # of [h; e]
         return {"model.injection.proj.weight": torch.cat([torch.zeros_like(identity), identity], dim=1)}
@@ -310,8 +310,8 @@ def shapes_of(config: LoopedConfig) -> dict[str, tuple[int, ...]]:
 
 
 def check_state(start: Start, state: dict[str, torch.Tensor]):
-    """Every dense weight has a place, and every weight of a model that only copies the dense one is there. Where each
-    loop has its own, all start with the dense model's."""
+    """Check that every dense weight has a place, and that none is missing of a model with the dense layers alone. A
+    weight that each loop has separately starts as a copy of the dense one in all loops."""
     found = {name: tuple(tensor.shape) for name, tensor in state.items()}
     plain = copy.deepcopy(start.plain)
     plain.tie_word_embeddings = start.config.tie_word_embeddings
@@ -329,7 +329,7 @@ def check_state(start: Start, state: dict[str, torch.Tensor]):
 
 
 def refuse_misfits(what: str, misfits: Mapping[str, Collection[str]]):
-    """misfits: names of tensors, by what is wrong with them."""
+    """Raise an error if there are misfits. misfits: names of tensors, by what is wrong with them."""
     said = [f"{', '.join(sorted(names)[:5])} {wrong}" for wrong, names in misfits.items() if names]
     if said:
         raise ValueError(f"{what}: {'; '.join(said)}")

@@ -1,13 +1,13 @@
-"""The dense families of transformers in the fields of `LoopedConfig`: what one of their layers is as a block of ours.
+"""The dense families of transformers in the fields of `LoopedConfig`, so that a block computes one of their layers.
 
-A family gives everything but depth. What differs from layer to layer is given for every dense layer, under two keys
-that are not fields, so that a caller who leaves layers out can pick:
+A family sets all fields except those of depth. Settings that differ from layer to layer are listed for every dense
+layer, under two keys that are not fields, so that a caller who leaves layers out can pick letters:
 
     layer_windows   a letter per layer, L full or S sliding, or None where no layer slides
     layer_ropes     a letter per layer, R rotary or N without positions, or None where all are rotary
 
-Picked letters, one for each layer that is kept, are a `window_pattern` and a `rope_pattern`. Trunks have the same
-names (`model.embed_tokens`, `model.norm`, `lm_head`), and so have most parts of a layer; `renames` maps the others.
+The letters of the layers that are kept form a `window_pattern` and a `rope_pattern`. The trunk has the same names
+(`model.embed_tokens`, `model.norm`, `lm_head`), and so have most parts of a layer; `renames` maps the other parts.
 """
 
 import copy
@@ -21,14 +21,14 @@ from ..config_layers import LAYER_TYPES
 
 
 class Family(NamedTuple):
-    """fields: of a dense config, those of ours, and the two keys above. renames: inside a layer, the first part of a
-    name to ours; all at once, since some names change places."""
+    """fields: maps a dense config to fields of LoopedConfig and the two keys above. renames: maps the first part of a
+    name inside a layer to the name here; all at once, since some names swap places."""
 
     fields: Callable[[Any], dict[str, Any]]
     renames: dict[str, str]
 
     def renamed(self, name: str) -> str:
-        """Of a tensor inside a layer, such as "pre_feedforward_layernorm.weight"."""
+        """Return the name here of a tensor inside a layer, such as "pre_feedforward_layernorm.weight"."""
         first, dot, rest = name.partition(".")
         return self.renames.get(first, first) + dot + rest
 
@@ -39,15 +39,15 @@ SAME = """
     rms_norm_eps tie_word_embeddings attention_dropout initializer_range use_cache pad_token_id bos_token_id
     eos_token_id
 """.split()
-# what all entries read under another name or by way of others, what callers read, and what no layer reads
+# fields that all families read under another name or through other fields, that callers read, or that no layer reads
 ELSEWHERE = """
     num_hidden_layers head_dim hidden_act hidden_activation rope_parameters layer_types sliding_window
     use_sliding_window max_window_layers attention_bias pretraining_tp
 """.split()
-# x rounded before it is multiplied by the weight; 1 + w, rounded afterwards
+# Llama rounds x before it is multiplied by the weight; Gemma multiplies by 1 + w and rounds afterwards
 LLAMA_NORMS = {"norm_rounding": "before_weight"}
 GEMMA_NORMS = {"norm_offset": 1.0}
-# of layers with norms on both sides of a branch, and of those with norms behind branches
+# renames of layers with norms on both sides of a branch, and of layers with norms behind branches
 SANDWICH = {
     "post_attention_layernorm": "attention_output_norm",
     "pre_feedforward_layernorm": "post_attention_layernorm",
@@ -57,7 +57,7 @@ POST = {"post_attention_layernorm": "attention_output_norm", "post_feedforward_l
 
 
 def family_of(config) -> Family:
-    """The family that a dense config is of."""
+    """Return the family of a dense config."""
     model_type = getattr(config, "model_type", None)
     if model_type not in FAMILIES:
         raise ValueError(
@@ -73,12 +73,12 @@ def refuse(config, reasons: Iterable[str]):
 
 
 def own_fields(config) -> set[str]:
-    """Those of the config's own class: a config.json may have others, which no layer reads."""
+    """Return the fields of the config's own class: a config.json may have others, which no layer reads."""
     return {field.name for field in fields(type(config))} - {field.name for field in fields(PreTrainedConfig)}
 
 
 def unread(config, read: set[str]) -> list[str]:
-    """Fields of the config's own class that no entry here reads, and that are set to what is not their default."""
+    """List the fields of the config's own class that no family reads and whose values differ from the defaults."""
     own = own_fields(config) - read
     usual = type(config)()
     return [
@@ -87,11 +87,11 @@ def unread(config, read: set[str]) -> list[str]:
 
 
 def shared_fields(config, *read: str) -> dict[str, Any]:
-    """What all families have, after a look at whether there is anything else. read: fields that the family reads."""
+    """Return the fields common to all families; refuse other settings. read: further fields that the family reads."""
     refuse(config, unread(config, {*SAME, *ELSEWHERE, *read}))
     return {
         **{name: getattr(config, name) for name in SAME},
-        "pad_token_id": None if config.pad_token_id == -1 else config.pad_token_id,  # first Llamas: there is none
+        "pad_token_id": None if config.pad_token_id == -1 else config.pad_token_id,  # -1 in the first Llamas: none
         "head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
         "hidden_act": config.hidden_activation if "hidden_activation" in own_fields(config) else config.hidden_act,
         "rope_parameters": copy.deepcopy(config.rope_parameters),
@@ -104,7 +104,7 @@ def shared_fields(config, *read: str) -> dict[str, Any]:
 
 
 def windows(config) -> dict[str, Any]:
-    """Fields of windows, for a family that lists the attention type of every layer."""
+    """Return the fields of windows, for a family that lists the attention type of every layer."""
     letters = {layer_type: letter for letter, layer_type in LAYER_TYPES.items()}
     types, window = config.layer_types, config.sliding_window
     refuse(config, [f"layer_types={others}" for others in [sorted(set(types) - set(letters))] if others])
@@ -121,7 +121,7 @@ def llama(config) -> dict[str, Any]:
 
 
 def mistral(config) -> dict[str, Any]:
-    """Every layer slides, or none does."""
+    """Either all layers have a sliding window, or none has."""
     types = set(getattr(config, "layer_types", None) or ())
     refuse(config, [f"layer_types={sorted(types)}"] if len(types) > 1 else [])
     window, every = config.sliding_window, "S" * config.num_hidden_layers

@@ -1,4 +1,4 @@
-"""What lies in a folder, local or on the Hub: its config.json, the names of its tensors, its small files."""
+"""Reading of a folder, local or on the Hub: its config.json, the names of its tensors, its small files."""
 
 import json
 import os
@@ -21,7 +21,7 @@ HUB_ARGUMENTS = (
     "subfolder",
 )
 WEIGHTS, SHARDS = ("model.safetensors", "pytorch_model.bin"), "{}.index.json"
-RENAMED_WEIGHTS = ("model.pt", "model.bin")  # what Parcae's release writes, and its evaluation reads
+RENAMED_WEIGHTS = ("model.pt", "model.bin")  # names that Parcae's release writes and its evaluation reads
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 TOKENIZER_FILES = """
     tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json tokenizer.model vocab.json
@@ -34,7 +34,7 @@ def hub_arguments(kwargs: dict) -> dict:
 
 
 def find_file(path, name: str, hub: dict) -> str | None:
-    """Where a file of the folder lies on this machine, if the folder has it."""
+    """Return the local path of a file of the folder, or None if the folder lacks it."""
     missing_is_none = {
         "_raise_exceptions_for_missing_entries": False,
         "_raise_exceptions_for_gated_repo": False,
@@ -47,7 +47,7 @@ def find_file(path, name: str, hub: dict) -> str | None:
 
 
 def model_place(path, hub: dict) -> tuple:
-    """The folder itself, or that of the model which an adapter in it was trained on; and how to look there."""
+    """Return the model's folder, which for an adapter is that of its base model, and the arguments to look there."""
     if find_file(path, "config.json", hub) is None:
         adapter = find_file(path, "adapter_config.json", hub)
         if adapter is not None:
@@ -58,7 +58,7 @@ def model_place(path, hub: dict) -> tuple:
 
 
 def read_json_config(path, hub: dict) -> dict | None:
-    """config.json; None where it cannot be read: loading will say what is wrong."""
+    """Return config.json, or None if it cannot be read: loading will then say what is wrong."""
     file = find_file(path, "config.json", hub)
     if file is None:
         return None
@@ -76,7 +76,7 @@ def read_json_config(path, hub: dict) -> dict | None:
 
 
 def stored_tensors(path, hub: dict) -> dict[str, torch.dtype | None]:
-    """Names of all stored tensors, and the types of those that hold numbers of a usual kind."""
+    """Return the names of all stored tensors with their types where these are known, else None."""
     tensors = {}
     for file in weight_files(path, hub):
         try:
@@ -98,7 +98,7 @@ def tensors_in(file: str) -> dict[str, torch.dtype | None]:
 
 
 def check_indices(path, hub: dict, variant: str | None):
-    """Refuses indices of shards that transformers could not read."""
+    """Refuse indices of shards that transformers could not read."""
     path, hub = model_place(path, hub)
     for whole in WEIGHTS:
         name = f".{variant}.".join(whole.rsplit(".", 1)) if variant else whole
@@ -122,7 +122,7 @@ def weight_files(path, hub: dict) -> list[str]:
 
 
 def shards_of(index: str) -> list[str]:
-    """The files that an index names, which are of its own folder."""
+    """Return the files that an index names; refuse files outside its folder."""
     places = read_object(index).get("weight_map")
     names = list(places.values()) if isinstance(places, dict) else []
     if not names or not all(isinstance(name, str) for name in names):

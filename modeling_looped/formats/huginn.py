@@ -1,8 +1,8 @@
-"""Models that say `huginn_raven`: Huginn itself, and Llama, TinyLlama and OLMo models that were made to loop.
+"""Models of type `huginn_raven`: Huginn itself, and Llama, TinyLlama and OLMo models that were made to loop.
 
-They share names and sizes; what a layer is shows in its tensors. Huginn has four norms, turns pairs of neighbours
-by position, and norms what enters the coda; the retrofitted ones have two norms, keep the halves of the models they
-come from, and hand the state to the coda as it is.
+They share names and sizes; the tensors of a layer show which kind it is. In Huginn a layer has four norms, rotary
+positions rotate pairs of neighbours, and the coda reads a normed state. In retrofitted models a layer has two norms,
+rotary positions rotate halves as in the models they come from, and the coda reads the state unchanged.
 """
 
 from math import isclose, sqrt
@@ -17,7 +17,7 @@ from .layout import Fields, Layout, LoopedConfigError, Rule, rope_words, rules, 
 
 SECTIONS = {"prelude": "prelude", "core_block": "core", "coda": "coda"}
 LOOP = {"injection": "concat", "init_scheme": "takase"}
-NAMES_OF_PARTS = {  # of the one implementation
+NAMES_OF_PARTS = {  # the values of the only implementation
     "architecture_class_name": "RecurrentGPT",
     "block_class_name": "SandwichBlock",
     "norm_class_name": "RMSNorm_llama",
@@ -63,14 +63,14 @@ def layer_rules(norms: dict[str, str], pairs: bool) -> list[Rule]:
 
 
 def rotary_factors(config, theta: float, length: int) -> torch.Tensor:
-    """cos and sin of every position, [1, length, 1, head_dim / 2, 2]: a table that these layouts store."""
+    """Return cos and sin of every position, [1, length, 1, head_dim / 2, 2]: a table that these layouts store."""
     frequencies = 1.0 / (theta ** (torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim))
     angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies)[None, :, None]
     return torch.stack([angles.cos(), angles.sin()], dim=-1)
 
 
 class Raven(Layout):
-    """What the models of this kind have in common."""
+    """Base of the layouts of type `huginn_raven`."""
 
     architecture, model_type = "RavenForCausalLM", "huginn_raven"
     ignored = (r"^freqs_cis$",)
@@ -94,7 +94,7 @@ class Raven(Layout):
             "num_loops": fields.take("mean_recurrence"),
             "max_position_embeddings": fields.take("block_size"),
             "rms_norm_eps": fields.take("norm_eps", default=1e-6),
-            # transformers' own field keeps its default in the retrofitted ones, whose code reads the other
+            # in retrofitted models the field of transformers keeps its default; their code reads this one
             "tie_word_embeddings": fields.take("tie_embeddings", default=fields.left.get("tie_word_embeddings", True)),
             "use_cache": fields.take("use_cache", default=True),
         }
@@ -109,7 +109,7 @@ class Raven(Layout):
         return {**LOOP, **sizes}
 
     def embedding_scale(self, values: dict, width: int) -> float:
-        """What embeddings are multiplied by. values: init_values of its config."""
+        """Return the factor of embeddings. values: init_values of the config."""
         return sqrt(width)
 
     def read_first_state(self, mode: str) -> str:
@@ -231,11 +231,11 @@ class Retrofitted(Raven):
         fields.drop("rope_base")
         looped["rope_parameters"] = fields.rope(default_theta=theta)
         fields.expect("head_dim", looped["hidden_size"] // looped["num_attention_heads"])
-        longest = fields.take("max_position_embeddings", default=None)  # of the model that was made to loop
+        longest = fields.take("max_position_embeddings", default=None)  # of the original model
         looped["max_position_embeddings"] = longest or looped["max_position_embeddings"]
         fields.drop(*OF_TRAINING)
         ids = token_ids(fields, looped["vocab_size"])
-        of_huginn = (BEGIN, END_OF_TEXT, PAD)  # whose config theirs was copied from: those are of another tokenizer
+        of_huginn = (BEGIN, END_OF_TEXT, PAD)  # copied from Huginn's config; they belong to another tokenizer
         ids = {name: None if value in of_huginn else value for name, value in ids.items()}
         return {**looped, **ids, **fields.shared()}
 
@@ -245,7 +245,7 @@ class Retrofitted(Raven):
 
 
 class RetrofittedOlmo(Retrofitted):
-    """Norms after the branches, and over all heads of queries and keys together."""
+    """With norms after the branches, and norms of queries and of keys that span all heads."""
 
     name, title = "retrofitted-olmo", "a retrofitted OLMo (huginn_raven with norms of queries and keys)"
     norms_queries = True

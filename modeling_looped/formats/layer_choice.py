@@ -1,4 +1,4 @@
-"""Which layers of a dense model become which layers of prelude, core and coda."""
+"""The choice of dense layers for the layers of prelude, core and coda."""
 
 from typing import NamedTuple
 
@@ -8,15 +8,15 @@ CORE_INITS = ("copy", "lower", "stepwise", "average")
 
 
 class LayerChoice(NamedTuple):
-    """sources: of each looped layer of a section, the dense layers that it is made of (their mean, if several).
-    tied: the dense layers that all loops of the core stand for, in order; None where each was copied."""
+    """sources: for each looped layer of a section, the dense layers that it is made of (their mean, if several).
+    tied: the dense layers that all loops of the core stand for, in order; None if the layers were copied."""
 
     sources: dict[str, list[tuple[int, ...]]]
     num_loops: int
     tied: list[int] | None = None
 
     def letters(self, of_dense: str, what: str) -> str:
-        """A letter for each looped layer, of one for each dense layer."""
+        """Return a letter for each looped layer, from a letter for each dense layer."""
         letters = ""
         for sources in (sources for section in SECTIONS for sources in self.sources[section]):
             found = {of_dense[layer] for layer in sources}
@@ -39,7 +39,7 @@ def choose_layers(
     layers: list[int] | dict[str, list[int]] | None,
     core_init: str,
 ) -> LayerChoice:
-    """Which dense layers the looped layers come from; the arguments are those of `from_dense`."""
+    """Choose the dense layers that the looped layers come from; the arguments are those of `from_dense`."""
     counts = {"prelude": prelude, "core": core, "coda": coda}
     given = {f"num_{name}_layers": count for name, count in counts.items()} | {"num_loops": num_loops}
     for name, value in given.items():
@@ -66,7 +66,7 @@ def choose_layers(
 
 
 def checked(num_dense: int, layers) -> list[int]:
-    """Numbers of dense layers, in their order."""
+    """Return numbers of dense layers as a list; refuse them if they are wrong or not in order."""
     if not isinstance(layers, (list, tuple, range)) or any(
         isinstance(layer, bool) or not isinstance(layer, int) for layer in layers
     ):
@@ -114,7 +114,7 @@ def check_core(kept: dict[str, list[int]], core: int | None):
 def tied(
     layers: list[int], core: int | None, num_loops: int | None, core_init: str
 ) -> tuple[list[tuple[int, ...]], int]:
-    """`core` looped layers of `core * num_loops` dense ones, and the number of loops."""
+    """Return the sources of `core` looped layers made from `core * num_loops` dense ones, and the number of loops."""
     if core is None and num_loops is None:
         raise ValueError(
             f"core_init={core_init!r} makes core layers of more dense ones: say num_core_layers, or num_loops"

@@ -1,7 +1,7 @@
-"""What a layout is: how its config.json and its tensors stand to ours.
+"""Base of layouts: how a foreign config.json and its tensors correspond to those of this package.
 
-A layout is written down once, as rules from stored names to our names, and read in both directions: `reading.py` hands
-the rules to transformers, which loads with them, and `writing.py` goes through them backwards.
+A layout is written down once, as rules from stored names to names here, and used in both directions: `reading.py`
+passes the rules to transformers, which loads with them, and `writing.py` applies them backwards.
 """
 
 import re
@@ -19,9 +19,9 @@ from .changes import Change
 
 
 REQUIRED: Any = object()
-# how all releases compute, which no config.json says: a difference of rounding alone, so others are written too
+# how all releases compute, though no config.json says so. It affects only rounding, so other values are written too
 OF_RELEASES = {"norm_rounding": "before_weight"}
-# of a config, with what stands for its default: matters to training alone, so a layout need not be able to say it
+# fields of a config that matter in training only: a layout need not express them, and reading gives the defaults
 OF_TRAINING = frozenset(
     """
     format_version trained_num_loops loop_loss exit_entropy_weight norm_penalty scale_anchor scale_anchor_target
@@ -29,13 +29,13 @@ OF_TRAINING = frozenset(
     attention_dropout classifier_dropout state_init_std use_cache
     """.split()
 )
-# of a config.json of any kind, with the same meaning here
+# keys of any config.json that have the same meaning here
 SHARED = ("dtype", "torch_dtype", "quantization_config", "id2label", "label2id", "num_labels", "problem_type")
 
 
 class Rule(NamedTuple):
-    """A stored tensor and ours. A name may have `{i}`, the number of a layer; without a change it may be the beginning
-    of a name, up to a point."""
+    """A stored tensor and the parameters it holds. A name may contain `{i}`, the number of a layer; in a rule without
+    a change it may be the beginning of a name, up to a dot."""
 
     stored: str
     ours: tuple[str, ...]
@@ -51,42 +51,42 @@ def rules(table: dict[str, str]) -> list[Rule]:
 
 
 class Layout:
-    """A published layout. Subclasses say what is its own."""
+    """A published layout; each has a subclass."""
 
-    name: str  # of `--to`
+    name: str  # value of `--to`
     title: str  # in messages
     architecture: str = ""
     model_type: str | None = None
     reads = True
     ignored: tuple[str, ...] = ()  # patterns of stored tensors that follow from others
-    keeps_tied_head = False  # a head that is the embedding is stored beside it
+    keeps_tied_head = False  # whether a tied head is stored beside the embedding
     is_pickled = False
-    said_elsewhere: frozenset[str] = frozenset()  # fields that its folders have no place for, but others know
+    said_elsewhere: frozenset[str] = frozenset()  # fields that its config.json lacks, but other files have
 
     def recognises(self, config: dict, stored_names: Collection[str]) -> bool:
-        """stored_names: of tensors; asked for where the config does not tell."""
+        """Return whether a folder has this layout. stored_names: of tensors; read if the config does not decide."""
         return self.model_type is not None and config.get("model_type") == self.model_type
 
     def read_config(self, config: dict) -> dict:
-        """The fields of LoopedConfig that a config.json stands for, or an error that names what we cannot run."""
+        """Return the fields of LoopedConfig for a config.json; raise an error that names what cannot be run here."""
         raise NotImplementedError
 
     def write_config(self, config: LoopedConfig) -> dict:
-        """The inverse: the config.json of a model whose config is in the words of this layout, if it can be."""
+        """Return the config.json of a model in this layout; `said_differently` finds the fields it cannot express."""
         raise NotImplementedError
 
     def make_rules(self) -> list[Rule]:
         raise NotImplementedError
 
     def further_tensors(self, config: LoopedConfig, tensors: dict) -> dict:
-        """Stored tensors that are no parameters of ours."""
+        """Return tensors to store that are not parameters here."""
         return {}
 
     def adjust_generation(self, generation: GenerationConfig, config: LoopedConfig, stored: dict):
-        """What generate() of the release does, or should do, beyond its files. stored: its config.json."""
+        """Set what generate() of the release does, or should do, beyond its files. stored: its config.json."""
 
     def write_generation(self, words: dict, generation: GenerationConfig):
-        """What of our generation config belongs into config.json, `words`."""
+        """Write the values of a generation config that belong in config.json into `words`."""
 
     @cached_property
     def all_rules(self) -> list[Rule]:
@@ -99,13 +99,13 @@ class Layout:
 
 
 class Fields:
-    """The fields of a foreign config.json, taken one by one; what is left at the end is refused."""
+    """The fields of a foreign config.json, taken one by one; unknown fields that are left at the end are refused."""
 
     def __init__(self, layout: Layout, stored: dict):
         self.layout, self.stored, self.left = layout, stored, dict(stored)
 
     def take(self, *names: str, default: Any = REQUIRED) -> Any:
-        """The value of the first of several names of one thing; they must agree where more than one is there."""
+        """Take a field that has several names, and return its value; if several are present, they must agree."""
         given = {name: self.left.pop(name) for name in names if name in self.left}
         given = {name: value for name, value in given.items() if value is not None}
         if len({repr(value) for value in given.values()}) > 1:
@@ -117,7 +117,7 @@ class Fields:
         return default
 
     def expect(self, name: str, *allowed: Any):
-        """A field that must have one of these values where it is there. None is the layout's default."""
+        """Take a field that must have one of these values if it is present. None stands for the layout's default."""
         value = self.left.pop(name, None)
         if value is not None and value not in allowed:
             wanted = " or ".join(repr(option) for option in allowed) or "absent or null"
@@ -127,12 +127,12 @@ class Fields:
             )
 
     def drop(self, *names: str):
-        """Of training, or derived from others."""
+        """Drop fields that matter in training only, or follow from other fields."""
         for name in names:
             self.left.pop(name, None)
 
     def rope(self, *theta_names: str, default_theta: float | int) -> dict:
-        """rope_parameters of any version of transformers."""
+        """Return rope_parameters from the fields of any version of transformers."""
         given = self.take("rope_parameters", default=None)
         theta = self.take(*theta_names, default=default_theta)
         scaling = dict(self.take("rope_scaling", default=None) or {})
@@ -142,7 +142,7 @@ class Fields:
         return {**scaling, "rope_theta": theta}
 
     def shared(self) -> dict:
-        """What has the same meaning in every config.json, at the end: anything that is then left is refused."""
+        """Return the fields that mean the same in every config.json. Called last, it refuses unknown fields."""
         fields = {name: self.left.pop(name) for name in SHARED if name in self.left}
         if (dtype := fields.pop("torch_dtype", None)) is not None:
             fields.setdefault("dtype", dtype)
@@ -164,7 +164,7 @@ class Fields:
 
 
 def token_ids(fields: Fields, vocab_size: int, bos=None, eos=None, pad=None) -> dict:
-    """The ids of special tokens; where the config has none, or none in the vocabulary, those that are given."""
+    """Return the ids of special tokens; an id missing in the config or outside the vocabulary becomes the argument."""
 
     def inside(value, otherwise):
         ids = value if isinstance(value, list) else [value]
@@ -175,7 +175,7 @@ def token_ids(fields: Fields, vocab_size: int, bos=None, eos=None, pad=None) -> 
 
 
 def rope_words(config: LoopedConfig) -> dict[str, Any]:
-    """Rotary positions in the words of transformers 4 and 5."""
+    """Return rotary positions in fields that both transformers 4 and 5 read."""
     parameters = dict(config.rope_parameters or {})
     theta = parameters.pop("rope_theta", 10000.0)
     scaling = None if parameters.get("rope_type", "default") == "default" else parameters
@@ -183,10 +183,10 @@ def rope_words(config: LoopedConfig) -> dict[str, Any]:
 
 
 def said_differently(layout: Layout, config: LoopedConfig, stored: dict) -> list[str]:
-    """The fields of a config that its own config.json in this layout does not give back."""
+    """List the fields of a config that its config.json in this layout does not reproduce."""
     try:
         back = LoopedConfig(**layout.read_config(stored))
-    except LoopedConfigError as error:  # what it has in all its models does not go with what this one has
+    except LoopedConfigError as error:  # values that the layout always has do not fit those of this model
         raise LoopedConfigError(f"the layout of {layout.title} cannot say this model's config: {error}") from error
     foreign = []
     for field in fields_of(LoopedConfig):

@@ -1,4 +1,4 @@
-"""Llama's layers and names: what Ouro and Nanbeige build on, and what a model that does not loop can be written as.
+"""Llama's layers and names: the base of Ouro and Nanbeige, and a layout to write models without loops in.
 
 Llama itself is not read here: a dense model becomes a looped one by `from_dense`.
 """
@@ -17,7 +17,7 @@ LEAVES = """
 
 
 def llama_rules(**renamed: str) -> list[Rule]:
-    """renamed: by a part of a layer as it is stored, what it is called here."""
+    """Return the rules of Llama's names. renamed: from a stored part of a layer to its name here."""
     leaves = {**{leaf: leaf for leaf in LEAVES}, **renamed}
     table = {f"model.layers.{{i}}.{stored}": f"model.core.{{i}}.{ours}" for stored, ours in leaves.items()}
     same = ("model.embed_tokens", "model.norm", "lm_head")
@@ -25,7 +25,7 @@ def llama_rules(**renamed: str) -> list[Rule]:
 
 
 def llama_sizes(fields: Fields) -> dict[str, Any]:
-    """What all configs of this kind say in the same words."""
+    """Take the fields that all configs of this kind have under the same names."""
     hidden_size, heads = fields.take("hidden_size"), fields.take("num_attention_heads")
     sizes: dict[str, Any] = {
         "vocab_size": fields.take("vocab_size"),
@@ -83,7 +83,7 @@ class Llama(Layout):
 
 
 def as_one_stack(config: LoopedConfig, unroll: bool) -> LoopedConfig:
-    """The config of the same model without loops: prelude, the core as often as it loops, coda."""
+    """Return the config of the same model without loops: prelude, the core once for each loop, coda."""
     if config.num_loops > 1 and not unroll:
         raise LoopedConfigError(
             f"the model loops {config.num_loops} times, and llama has no loops: --unroll writes the "
@@ -93,7 +93,7 @@ def as_one_stack(config: LoopedConfig, unroll: bool) -> LoopedConfig:
     own = {field.name for field in fields_of(LoopedConfig) if field.name in LoopedConfig.__annotations__}
     values: dict[str, Any] = {name: getattr(config, name) for name in own - OF_TRAINING}
     if config.num_loops == 1 and config.inter_loop_norm != "none":
-        values["inter_loop_norm"] = "none"  # there is no between
+        values["inter_loop_norm"] = "none"  # with one loop there is no place for it
     if config.residual_factor(config.trained_depth) == config.residual_factor(1) == 1:
         values |= {"residual_scaling": "none", "residual_scale": 1.0, "residual_reference_layers": 1}
         values["residual_depth"] = "trained"
@@ -103,7 +103,7 @@ def as_one_stack(config: LoopedConfig, unroll: bool) -> LoopedConfig:
 
 
 def unrolled_tensors(config: LoopedConfig, tensors: dict) -> dict[str, Any]:
-    """Our tensors under the names of one stack, see `as_one_stack`."""
+    """Return the tensors under the names of one stack, see `as_one_stack`."""
     first, last = config.num_prelude_layers, config.num_prelude_layers + config.num_core_layers * config.num_loops
     starts = {
         "prelude": [0],

@@ -6,7 +6,7 @@ from .layout import Fields, Layout, token_ids
 from .llama import llama_rules, llama_sizes, llama_words
 
 
-# of its config: parts that no released model has, and their values where they are off
+# fields of parts that no released model has, with the values that switch them off
 OFF = {
     "qk_layernorm": (False,),
     "emb_neighbor_num": (),
@@ -21,7 +21,7 @@ OFF = {
     "enable_h_res_identity": (False,),
     "enable_depth_attention": (False,),
 }
-# what these parts would read, were they on
+# fields that only these parts read
 OF_PARTS_THAT_ARE_OFF = """
     emb_split_num ngram_vocab_size_ratio ngram_mod_force_prime ngram_embedding_hidden_size ngram_fused_mode emb_tp_num
     ngram_compressed_tokenizer skip_ngram_for_input ngram_layer_downproject_size mhc_diff_for_loop
@@ -42,7 +42,7 @@ class Nanbeige(Layout):
         for name, values in OFF.items():
             fields.expect(name, *values)
         fields.drop(*OF_PARTS_THAT_ARE_OFF)
-        weights = fields.take("loop_loss_weights", default=[])  # of the loops before the last; they say how many
+        weights = fields.take("loop_loss_weights", default=[])  # one per loop before the last, which tells the loops
         loops = fields.take("num_loops", default=1)
         looped["num_loops"] = len(weights) + 1 if weights else loops
         looped["inter_loop_norm"] = "none" if fields.take("skip_loop_final_norm", default=False) else "shared"

@@ -1,5 +1,5 @@
-"""Ouro (ByteDance/Ouro-*): a stack of layers with a norm on each side of every branch, one norm that ends every loop,
-and a gate on what it gives."""
+"""Ouro (ByteDance/Ouro-*): a stack of layers with a norm on each side of every branch, one norm at the end of every
+loop, and an exit gate that reads the output of that norm."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ RENAMED = {
     "input_layernorm_2": "attention_output_norm",
     "post_attention_layernorm_2": "mlp_output_norm",
 }
-# its tokenizer is SmolLM2's: <|endoftext|>, and <|im_end|> that ends a turn, of which the release names the first
+# its tokenizer is SmolLM2's, with <|endoftext|>, and <|im_end|> at the end of a turn; the release names only the first
 VOCABULARY, END_OF_TEXT, END_OF_TURN = 49152, 0, 2
 
 

@@ -1,6 +1,6 @@
-"""Parcae (SandyResearch/parcae-*): a stable linear recurrence between the loops, embeddings of the values.
+"""Parcae (SandyResearch/parcae-*): a stable linear recurrence between the loops, and value embeddings.
 
-Its folder has a pickled state and a config.json without a model_type, which `_class_name` tells.
+Its folder has a pickled state and a config.json without a model_type; `_class_name` identifies it.
 """
 
 from math import sqrt
@@ -13,7 +13,7 @@ from .layout import Fields, Layout, LoopedConfigError, Rule, rules, token_ids
 
 INJECTIONS = {"diagonal": "diagonal", "linear": "concat", "add": "add"}
 STATES = {"like-init": "normal", "zero": "zeros"}
-# by init_strategy: the scale of embeddings follows from it; of the known ones logits are not scaled
+# init_strategy determines the scale of embeddings; none of the known strategies scales logits
 EMBEDDING_SCALES = {
     "scaled-zero": lambda width: 1.0,
     "scaled": lambda width: 1.0,
@@ -44,7 +44,7 @@ VOCABULARY, BEGIN, END, PAD = 32768, 0, 1, 2  # of SandyResearch/parcae-tokenize
 class Parcae(Layout):
     name, title, is_pickled, keeps_tied_head = "parcae", "Parcae", True, True
     ignored = (r"^freqs_cis$",)
-    said_elsewhere = frozenset({"bos_token_id", "eos_token_id", "pad_token_id"})  # by the tokenizer
+    said_elsewhere = frozenset({"bos_token_id", "eos_token_id", "pad_token_id"})  # in the tokenizer
 
     gated = False
 
@@ -96,7 +96,7 @@ class Parcae(Layout):
             fields.expect(name, value)
         for name in ("randomize_positions_from", "clip_qkv"):
             fields.expect(name)
-        fields.expect("use_fused_head", "pytorch", "cce", "hhe")  # they differ in how a loss is computed
+        fields.expect("use_fused_head", "pytorch", "cce", "hhe")  # they differ only in how a loss is computed
         looped: dict[str, Any] = {
             "vocab_size": self.read_vocabulary(fields),
             "hidden_size": width,
@@ -175,7 +175,8 @@ class Parcae(Layout):
         return {ours: value for ours, (value, outer) in core.items() if value not in (None, looped[outer])}
 
     def check_value_gates(self, fields: Fields, looped: dict):
-        """The release places gates by the depth of training and tables by the layers; they must meet."""
+        """Refuse value gates and tables at different layers: the release places gates by position among the layers run
+        in training, but tables by position among the unique layers."""
         prelude, core, coda = (looped[f"num_{section}_layers"] for section in ("prelude", "core", "coda"))
         gated_parity = (core * fields.take("mean_backprop_depth", default=8) - 1) % 2
         in_training = [*range(prelude + core), *(prelude + core * looped["num_loops"] + i for i in range(coda))]
@@ -229,8 +230,8 @@ class Parcae(Layout):
         }
 
     def backprop_depth(self, config) -> int:
-        """One that places the gates of values where the tables are: of the layers in a truncated gradient, as many
-        must be odd or even as of all layers."""
+        """Return a depth that places the value gates at the layers of the tables, if there is one: the layers in a
+        truncated gradient must be an odd number if all layers are one, else an even number."""
         half = -(-config.num_loops // 2)
         fits = (config.num_core_layers * half - config.num_layers) % 2 == 0
         return half if fits else half + 1
@@ -241,7 +242,7 @@ class Parcae(Layout):
 
 
 class GatedParcae(Parcae):
-    """With the MLP of Llama, as the models that Parcae is compared with."""
+    """Parcae with the MLP of Llama, as in the models that Parcae is compared with."""
 
     name, title, gated = "parcae-gated", "Parcae with a gated MLP", True
 

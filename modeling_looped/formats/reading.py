@@ -1,4 +1,4 @@
-"""`from_pretrained` of a folder in a layout that is not ours."""
+"""`from_pretrained` of a folder in a foreign layout."""
 
 from transformers import AutoTokenizer
 from transformers.utils import logging
@@ -10,11 +10,11 @@ from .registry import ForeignFolder, find_folder_layout, find_layout
 
 
 logger = logging.get_logger(__name__)
-HEADS = ("lm_head.", "exit_gate.")  # of a causal LM, which its trunk and other heads leave out
+HEADS = ("lm_head.", "exit_gate.")  # parts of a causal LM that the trunk and models with other heads lack
 
 
 class PublicFolder:
-    """A folder that is opened: what `StrictLoadingMixin.from_pretrained` asks of it."""
+    """A folder in a foreign layout, with the methods that `StrictLoadingMixin.from_pretrained` calls."""
 
     def __init__(self, found: ForeignFolder, path, hub: dict):
         self.found, self.path, self.hub = found, path, hub
@@ -23,7 +23,7 @@ class PublicFolder:
         return loading_class(model_class, self.found.layout)
 
     def finish(self, model, model_class: type, info: dict, refuses: bool):
-        """Makes the loaded model one of ours, or says why it cannot be."""
+        """Make the loaded model one of this package, or raise an error that says why it cannot be."""
         leave_loading_class(model, model_class)
         layout, generation = self.found.layout, getattr(model, "generation_config", None)
         if refuses:
@@ -43,16 +43,16 @@ class PublicFolder:
         )
 
     def fill_token_ids(self, model, generation):
-        """Where neither config nor generation config has the end of a text, the tokenizer says it."""
+        """Take token ids from the tokenizer if config and generation config lack the end of a text."""
         ends = generation.eos_token_id if isinstance(generation.eos_token_id, list) else [generation.eos_token_id]
         if all(end is not None and end < model.config.vocab_size for end in ends) and (
             model.config.eos_token_id is not None
         ):
             return
         try:
-            # never the folder's own code, nor a question whether to run it
+            # never run code of the folder, nor ask whether to run it
             tokenizer = AutoTokenizer.from_pretrained(self.path, trust_remote_code=False, **self.hub)
-        except Exception as error:  # of many kinds: there may be none, or one that needs another library
+        except Exception as error:  # of many kinds: there may be no tokenizer, or one that needs another library
             logger.info(f"no tokenizer in {self.path}: {error}")
             logger.warning(
                 f"{self.path} does not say which token ends a text, and no tokenizer there does: pass eos_token_id to "
@@ -66,7 +66,7 @@ class PublicFolder:
             setattr(generation, name, value)
 
     def refuse_misfits(self, model, model_class: type, info: dict):
-        """Whatever a causal LM of this layout has must fit; other models leave its heads out, and add their own."""
+        """Refuse tensors that do not fit; models other than a causal LM may lack its heads, and add their own."""
         is_lm = hasattr(model, "lm_head")
         own_heads = () if is_lm else tuple(f"{name}." for name, _ in model.named_children())
         trunk = f"{model.base_model_prefix}."
@@ -86,7 +86,7 @@ class PublicFolder:
 
 
 def open_public(path, kwargs: dict) -> PublicFolder | None:
-    """The folder, if it is in a layout that is not ours. kwargs: of from_pretrained."""
+    """Return the folder if it is in a foreign layout, else None. kwargs: those of from_pretrained."""
     if kwargs.get("gguf_file") is not None:
         return None
     hub = hub_arguments(kwargs)
@@ -98,7 +98,7 @@ def open_public(path, kwargs: dict) -> PublicFolder | None:
 
 
 def read_public_config(config: dict, path, kwargs: dict) -> dict:
-    """A config.json of any layout as one of ours."""
+    """Translate a config.json of any layout to that of this package."""
     found = find_layout(config, path, hub_arguments(kwargs))
-    # TRL reads the field of every model that transformers does not have itself
+    # TRL reads auto_map of every model that is not part of transformers
     return config if found is None else {**found.read_config(), "auto_map": {}}

@@ -1,4 +1,4 @@
-"""Which layouts there are, and which of them a folder has."""
+"""The list of layouts, and the search for the layout of a folder."""
 
 from typing import NamedTuple
 
@@ -18,12 +18,12 @@ LAYOUTS: dict[str, Layout] = {
     for layout in (OURO, HUGINN, RETROFITTED, RETROFITTED_OLMO, PARCAE, GATED_PARCAE, NANBEIGE, LLAMA)
 }
 READABLE = [layout for layout in LAYOUTS.values() if layout.reads]
-# what a config.json of ours has
+# a key that only a config.json of this package has
 OURS = "num_core_layers"
 
 
 class ForeignFolder(NamedTuple):
-    """A folder in a layout that is not ours."""
+    """A folder in a foreign layout."""
 
     layout: Layout
     config: dict  # its config.json
@@ -34,7 +34,7 @@ class ForeignFolder(NamedTuple):
                 raise LoopedConfigError(f"{name} must be at most {MOST_LAYERS}, got {value}")
         try:
             fields = self.layout.read_config(self.config)
-        except (TypeError, AttributeError, ArithmeticError) as error:  # it counts with what it finds
+        except (TypeError, AttributeError, ArithmeticError) as error:  # it computes with stored values
             raise LoopedConfigError(
                 f"config.json has a value that no config of {self.layout.title} has ({error}): fetch it again"
             ) from error
@@ -42,18 +42,18 @@ class ForeignFolder(NamedTuple):
 
 
 def candidates(config: dict) -> list[Layout]:
-    """The layouts in which a config.json may be written."""
-    kinds = ((), (".norm_3.",), (".q_norm.",))  # what tells layouts of one model_type apart
+    """Return the layouts in which a config.json may be written."""
+    kinds = ((), (".norm_3.",), (".q_norm.",))  # names that distinguish layouts of one model_type
     return [layout for layout in READABLE if any(layout.recognises(config, names) for names in kinds)]
 
 
 def is_published(config: dict) -> bool:
-    """Whether a config.json is of a published model in a layout of its own."""
+    """Return whether a config.json is that of a published model in a foreign layout."""
     return OURS not in config and bool(candidates(config))
 
 
 def find_layout(config: dict, path, hub: dict) -> ForeignFolder | None:
-    """The layout of a folder with this config.json; None if it is ours."""
+    """Return the layout of a folder with this config.json; None if it is that of this package."""
     model_type = config.get("model_type")
     if OURS in config or (model_type is None and "_class_name" not in config):
         return None

@@ -1,8 +1,8 @@
-"""Weights of unshared layers as shared ones and what each loop has of its own (relaxed recursion, Bae et al.).
+"""Weights of unshared layers as shared weights plus per-loop parameters (relaxed recursion, Bae et al.).
 
-K loops of C layers stand for K * C layers of a dense model. What loop t's weights are beyond the shared ones becomes
-its low-rank delta, by a truncated SVD of the difference; with `loop_norms` its norms are its own. At full rank the
-looped model is then the unrolled one.
+K loops of C layers stand for K * C layers of a dense model. The difference of loop t's weights from the shared ones
+becomes its low-rank delta, by a truncated SVD; with `loop_norms` it also has separate norms. At full rank the looped
+model then equals the unrolled one.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,11 +20,11 @@ LoopWeights = Mapping[str, torch.Tensor]  # by name inside the core: 0.self_attn
 
 @torch.no_grad()
 def set_loop_residuals(model, per_loop_state: Sequence[LoopWeights]) -> dict[str, float]:
-    """Give each loop what its weights are beyond the model's shared ones, as far as the rank goes.
+    """Set the deltas and norms of loops so that each loop gets its weights in `per_loop_state`, as far as ranks allow.
 
     per_loop_state: for each loop the full weights of the core's blocks, by their names inside the core, such as
-    "0.self_attn.q_proj.weight". Returns by name what is left out: the norm of the difference over that of the weight,
-    of the loop where it is largest. What no loop can have of its own stays shared, and is reported likewise.
+    "0.self_attn.q_proj.weight". Returns the remaining error by name: the norm of the difference over that of the
+    weight, for the loop where it is largest. Weights without per-loop parameters stay shared, and are reported too.
     """
     check_names(model, per_loop_state)
     core, shared = core_of(model), shared_parameters(model)
@@ -54,8 +54,8 @@ def set_loop_residuals(model, per_loop_state: Sequence[LoopWeights]) -> dict[str
 
 
 def set_delta(delta: LoopDelta, loop: int, weight: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
-    """The best of the delta's rank for one loop, half of each singular value on either side; the weight that this
-    makes. At a higher rank than there are singular values, the rest is 0 in B and as it was in A."""
+    """Set one loop's delta to the best one of its rank, with the root of each singular value in both A and B; return
+    the resulting weight. If the rank exceeds the number of singular values, the rest is 0 in B and unchanged in A."""
     residual = at_least_fp32(weight).to(shared.device) - at_least_fp32(shared)
     u, s, v = torch.linalg.svd(residual, full_matrices=False)
     rank = min(delta.a.shape[1], len(s))
@@ -114,6 +114,6 @@ def core_of(model) -> Any:
 
 
 def shared_parameters(model) -> dict[str, torch.Tensor]:
-    """Those of the core that all loops share, by their names inside it."""
+    """Return the parameters of the core that all loops share, by their names inside the core."""
     stacked = {id(parameter) for parameter in parameters_by_loop(core_of(model))}
     return {name: weight for name, weight in core_of(model).named_parameters() if id(weight) not in stacked}

@@ -1,4 +1,4 @@
-"""A model in the layout of a release: its config.json, its tensors, its generation config."""
+"""Writing a model in the layout of a release: its config.json, its tensors, its generation config."""
 
 import glob
 import json
@@ -28,9 +28,9 @@ SHARD_SIZE = "5GB"
 def save_public(model, folder, to: str, unroll: bool = False, tokenizer_of=None):
     """Write a LoopedForCausalLM in the layout `to` (see LAYOUTS). The folder is new, and appears whole or not at all.
 
-    What is written has no code: it is for programs that know the layout, and for `from_pretrained` here.
-    unroll: of llama, writes the layers of the loop as often as it runs. tokenizer_of: a folder or repository whose
-    tokenizer goes along.
+    The folder has no code: it is for programs that know the layout, and for `from_pretrained` of this package.
+    unroll: for llama only, write the core's layers once for each loop. tokenizer_of: a folder or repository whose
+    tokenizer is copied.
     """
     if to not in LAYOUTS:
         raise ValueError(f"there is no layout {to!r} to write: choose one of {', '.join(LAYOUTS)}")
@@ -52,7 +52,7 @@ def save_public(model, folder, to: str, unroll: bool = False, tokenizer_of=None)
 
 
 def public_config(layout: Layout, config: LoopedConfig) -> dict:
-    """config.json in this layout, or an error that lists what it cannot say."""
+    """Return config.json in this layout, or raise an error that lists what it cannot express."""
     words = layout.write_config(config)
     if foreign := said_differently(layout, config, words):
         raise LoopedConfigError(
@@ -66,7 +66,7 @@ def public_config(layout: Layout, config: LoopedConfig) -> dict:
 
 
 def public_tensors(layout: Layout, config: LoopedConfig, tensors: dict) -> dict:
-    """Our tensors as this layout stores them."""
+    """Return the tensors as this layout stores them."""
     left, stored = dict(tensors), {}
     head = left.pop("lm_head.weight") if config.tie_word_embeddings else None
     if head is not None and not torch.equal(head, left["model.embed_tokens.weight"]):
@@ -85,7 +85,7 @@ def public_tensors(layout: Layout, config: LoopedConfig, tensors: dict) -> dict:
 
 
 def matches(rule: Rule, left: dict):
-    """The stored names that a rule gives and our tensors that it takes, out of `left`."""
+    """Yield the stored names that a rule gives, with the tensors for it, which are removed from `left`."""
     for name in list(left):
         found = re.match(rule.pattern(rule.ours[0]), name)
         if found is None:
@@ -104,14 +104,14 @@ def write(place: Path, layout: Layout, words: dict, stored: dict, generation: Ge
         plain.save_pretrained(place)
     (place / "config.json").write_text(json.dumps(words, indent=2, sort_keys=True) + "\n")
     stored = with_own_memory({name: tensor.detach().to("cpu").contiguous() for name, tensor in stored.items()})
-    if layout.is_pickled:  # one file, as its own code reads it
+    if layout.is_pickled:  # one file, as the release's code reads it
         save_torch_state_dict(stored, place, safe_serialization=False, max_shard_size="1TB")
     else:
         save_torch_state_dict(stored, place, max_shard_size=SHARD_SIZE, metadata={"format": "pt"})
 
 
 def with_own_memory(tensors: dict) -> dict:
-    """Every tensor with memory of its own: of those that share it, only one would be saved."""
+    """Give every tensor separate memory: of tensors that share memory, only one would be saved."""
     seen, own = set(), {}
     for name, tensor in tensors.items():
         place = tensor.untyped_storage().data_ptr()
@@ -121,14 +121,14 @@ def with_own_memory(tensors: dict) -> dict:
 
 
 def copy_tokenizer(source, place: Path):
-    """The files of a tokenizer, as they are."""
+    """Copy the files of a tokenizer unchanged."""
     for name in TOKENIZER_FILES:
         if (file := find_file(source, name, {})) is not None:
             shutil.copyfile(file, place / name)
 
 
 def whole_folder(folder, fill):
-    """A new folder that `fill` fills: it gets its name when it is complete."""
+    """Make a new folder that `fill` fills; it gets its name when it is complete."""
     folder = Path(folder)
     check_new(folder)
     folder.absolute().parent.mkdir(parents=True, exist_ok=True)
@@ -137,9 +137,9 @@ def whole_folder(folder, fill):
     place.mkdir()
     try:
         fill(place)
-        check_new(folder)  # another may have written it meanwhile
+        check_new(folder)  # another process may have written it meanwhile
         os.replace(place, folder)
-    except SafetensorError as error:  # a full disk, for one
+    except SafetensorError as error:  # such as a full disk
         shutil.rmtree(place, ignore_errors=True)
         raise OSError(f"{folder} could not be written: {error}") from error
     except BaseException:
@@ -148,7 +148,7 @@ def whole_folder(folder, fill):
 
 
 def remove_leftovers(folder: Path):
-    """What writers of this folder left that were killed; the name ends with the number of their process."""
+    """Remove what killed writers of this folder left; such a name ends with the number of their process."""
     for leftover in folder.parent.glob(f".saving-{glob.escape(folder.name)}.*"):
         number = leftover.suffix.removeprefix(".")
         if number.isdecimal() and (int(number) == os.getpid() or not is_running(int(number))):
@@ -160,7 +160,7 @@ def is_running(process: int) -> bool:
         os.kill(process, 0)
     except ProcessLookupError:
         return False
-    except (OSError, OverflowError):  # another user's, or no number of a process
+    except (OSError, OverflowError):  # a process of another user, or not a number of a process
         pass
     return True
 
