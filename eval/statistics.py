@@ -23,7 +23,7 @@ from looped_recipes.common.words import counted
 
 
 RESAMPLES = 10_000
-WRITTEN_AT = re.compile(r"_(\d{4}-\d\d-\d\dT[\d.-]+)$")  # at the end of lm-eval's names of files
+WRITTEN_AT = re.compile(r"_(\d{4}-\d\d-\d\dT[\d.-]+)$")  # time at the end of lm-eval's file names
 SCORES = ("candidate_nll", "gold_nll", "gold_margin", "gold_probability")
 ACCURACIES = ("accuracy", "normalised_accuracy")
 
@@ -46,12 +46,12 @@ class Item:
 
 
 def item_scores(item: Item) -> dict[str, float]:
-    """All but the first are of log-likelihoods divided by lengths.
+    """Return the scores of one item. All except `accuracy` use log-likelihoods divided by lengths.
 
-    candidate_nll: their mean over candidates, negated. gold_margin: that of the right candidate less the best of the
-    others. gold_probability: of the right one, by a softmax over candidates; gold_nll: its negative logarithm. The
-    paper's "candidate NLL" of 1.475 must be gold_nll: guessing scores 1.20 of that on its items, and a model of its
-    perplexity does not have 1.475 nats per token, as candidate_nll would say.
+    candidate_nll: their negative mean over candidates. gold_margin: that of the right candidate minus the best of the
+    other candidates. gold_probability: probability of the right candidate in a softmax over candidates. gold_nll: its
+    negative logarithm. The paper's "candidate NLL" of 1.475 must be gold_nll: guessing has a gold_nll of 1.20 on its
+    items, and candidate_nll would mean 1.475 nats per token, which a model of its perplexity does not have.
     """
     normalised = item.log_likelihoods / item.lengths
     probabilities = np.exp(normalised - normalised.max())
@@ -71,7 +71,7 @@ def item_scores(item: Item) -> dict[str, float]:
 def paired_bootstrap(
     first: np.ndarray, second: np.ndarray, level: float = 0.95, resamples: int = RESAMPLES, seed: int = 0
 ) -> tuple[float, float]:
-    """Percentile interval of mean(second - first), the items drawn again with replacement."""
+    """Return the percentile interval of mean(second - first) over items resampled with replacement."""
     if len(first) != len(second) or not len(first):
         raise ValueError(f"a paired interval needs equally many scores of both, got {len(first)} and {len(second)}")
     differences = np.asarray(second, dtype=np.float64) - np.asarray(first, dtype=np.float64)
@@ -82,7 +82,7 @@ def paired_bootstrap(
 
 
 def averages(items: list[Item]) -> dict[str, float]:
-    """The means of one model: accuracies over tasks, the other scores over items."""
+    """Return the means of one model: accuracies over tasks, the other scores over items."""
     tasks, found = np.array([item.task for item in items]), [item_scores(item) for item in items]
     columns = {name: np.array([scores[name] for scores in found]) for name in (*ACCURACIES, *SCORES)}
     by_task = {name: [columns[name][tasks == task].mean() for task in sorted(set(tasks))] for name in ACCURACIES}
@@ -90,7 +90,7 @@ def averages(items: list[Item]) -> dict[str, float]:
 
 
 def compare(first: list[Item], second: list[Item], level: float = 0.95, resamples: int = RESAMPLES) -> dict:
-    """Means of both, their change, and its interval where scores are averaged over items."""
+    """Return the means of both models, their difference, and its interval for scores that are averaged over items."""
     ours = pair(first, second)
     sides = [[of_pair[side] for of_pair in ours] for side in (0, 1)]
     means, scores = [averages(side) for side in sides], [[item_scores(item) for item in side] for side in sides]
@@ -125,14 +125,14 @@ def pair(first: list[Item], second: list[Item]) -> list[tuple[Item, Item]]:
 
 
 def read_samples(path: Path | str, length: Callable[[str], int]) -> list[Item]:
-    """Items of the multiple-choice tasks in a file of samples, or in all that a folder holds."""
+    """Read the items of multiple-choice tasks from a file of samples, or from all such files in a folder."""
     path = Path(path)
     files = sorted(path.rglob("samples_*.jsonl")) if path.is_dir() else [path]
     if not files or not all(file.is_file() for file in files):
         raise ValueError(f"{path} is no file of samples and no folder with any: run lm-eval with --log_samples")
     refuse_several_depths(path, files)
     named = {}
-    for file in sorted(files, key=time_of):  # of several runs in one folder, the newest
+    for file in sorted(files, key=time_of):  # the newest of several runs in one folder wins
         named[WRITTEN_AT.sub("", file.stem).removeprefix("samples_")] = file
     items = [item for name, file in named.items() for item in read_items(file, name, length)]
     if not items:
@@ -146,7 +146,7 @@ def time_of(file: Path) -> str:
 
 
 def refuse_several_depths(path: Path, files: list[Path]):
-    """`looped eval` writes the samples of each depth to a folder loops_N."""
+    """Refuse samples of several depths. `looped eval` writes those of each depth to a folder loops_N."""
     inside = {folder for file in files for folder in file.parents if folder.is_relative_to(path)}
     depths = [folder for folder in inside if re.fullmatch(r"loops_\d+", folder.name)]
     if len(depths) > 1:
@@ -156,7 +156,7 @@ def refuse_several_depths(path: Path, files: list[Path]):
 
 @dataclass(frozen=True)
 class Question:
-    """A sample of lm-eval, of a multiple-choice task."""
+    """A sample that lm-eval logged for a multiple-choice task."""
 
     sample: dict
     candidates: list[str]
@@ -168,7 +168,7 @@ class Question:
 
     @property
     def chooses_contexts(self) -> bool:
-        """One ending, several contexts, as in WinoGrande."""
+        """Whether the candidates are contexts of one ending, as in WinoGrande."""
         contexts = {str(given["arg_0"]) for given in self.sample["arguments"].values()}
         return len({candidate.strip() for candidate in self.candidates}) == 1 and len(contexts) > 1
 
@@ -191,17 +191,17 @@ def read_items(file: Path, task: str, length: Callable[[str], int]) -> list[Item
 
 
 def with_context(asked: list[dict]) -> list[dict]:
-    """Without what lm-eval's acc_mutual_info asks at the end: the same candidates again, each without its context."""
+    """Drop the requests that lm-eval's acc_mutual_info appends: the same candidates again, without their context."""
     half = len(asked) // 2
     again = [{**arguments, "arg_0": ""} for arguments in asked[:half]]
     return asked[:half] if again == asked[half:] else asked
 
 
 def gold_indices(task: str, questions: list[Question]) -> list[int]:
-    """Which candidate is right, of every question of a task.
+    """Return the index of the right candidate of every question of a task.
 
-    Candidates may be numbers themselves, and then a target may be meant as one or as an index. All questions of a task
-    mean it alike, and lm-eval logs whether the likeliest candidate is right (`acc`): that decides.
+    If candidates are numbers, a target may be a candidate or an index. All questions of a task use the same meaning,
+    and it must agree with `acc`, in which lm-eval logs whether the likeliest candidate is right.
     """
     if all(isinstance(question.sample.get("doc", {}).get("gold"), int) for question in questions):
         return [question.sample["doc"]["gold"] for question in questions]

@@ -91,7 +91,7 @@ def convert(
 
 
 def stored_dtype(source: str):
-    """Of the tensors, whatever config.json says; where there are several, the one that holds them all."""
+    """Return the dtype of the stored tensors, whatever config.json says; for several, the one that holds them all."""
     import torch
 
     from modeling_looped.formats.folder import find_file, stored_tensors

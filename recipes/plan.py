@@ -15,7 +15,7 @@ its formula (recipes/common/cluster.py). What is assumed of them is changed by -
 from looped_recipes.common.command_line import Parser, run_command, say_next, typed
 
 
-ASSUMED = {  # of a cluster
+ASSUMED = {  # assumptions on a cluster, by option
     "peak": "16-bit operations per second of one GPU; default: those of an H100",
     "mfu": "the part of them that training does",
     "memory": "bytes of one GPU",
@@ -51,7 +51,7 @@ def main(arguments: list[str] | None = None):
 
 
 def plan_recipe(path: str, overrides: list[str], cluster):
-    """What one run costs: here, or on a cluster if there is one."""
+    """Print what one run costs, with its time and memory here, or on `cluster` if there is one."""
     from looped_recipes.settings.costs import on_cluster, plan
     from looped_recipes.settings.estimates import estimates
     from looped_recipes.settings.recipe import load_recipe
@@ -69,7 +69,7 @@ def plan_recipe(path: str, overrides: list[str], cluster):
 
 
 def plan_sweep(path: str, overrides: list[str]):
-    """A line for each run of a sweep, and the sum of all that are trained."""
+    """Print a line for each run of a sweep, and the sum of the runs that are trained."""
     from looped_recipes.engine.sweeps import load_sweep
     from looped_recipes.settings.costs import plan
     from looped_recipes.settings.estimates import UTILISATION, duration, own_rate

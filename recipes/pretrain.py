@@ -27,7 +27,7 @@ def main(arguments: list[str]) -> Path:
     with one_message():
         run = Pretraining(recipe)
         reached = run.train()
-    if run.accelerator.is_main_process and reached != run.output:  # the model, of a run that is done
+    if run.accelerator.is_main_process and reached != run.output:  # final/, not stopped early
         exits = [typed("looped halting", run.output)] if run.config.num_loops > 1 else []
         say_next(typed("looped chat", run.output), *exits, typed("looped report", run.output))
     return reached

@@ -25,7 +25,7 @@ from looped_recipes.common.command_line import Parser, run_command
 
 
 RUNNERS = ("local", "slurm")
-SLURM = "slurm."  # begins settings of the jobs, among those of the recipe
+SLURM = "slurm."  # prefix of the jobs' settings among the overrides
 
 
 def main(arguments: list[str] | None = None):
@@ -41,7 +41,7 @@ def main(arguments: list[str] | None = None):
 
 
 def runner(options):
-    """What trains the runs of a sweep, where it is not this process."""
+    """Return the function that trains the runs of a sweep; None if this process trains them."""
     from looped_recipes.settings.recipe import RecipeError, split_override
 
     own = [each for each in options.overrides if each.startswith(SLURM)]

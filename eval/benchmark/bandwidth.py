@@ -16,10 +16,10 @@ from looped_recipes.common.flops import cache_numbers_per_token, sizes
 from .models import build, looped_config, tokens
 
 
-# on a GPU the first records a token as a graph, and the second compiles it
+# on a GPU the first way records a token as a CUDA graph, and the second compiles it
 WAYS = {"as_it_is": {}, "static_cache": {"cache_implementation": "static"}}
-BEYOND_CACHES = {"cuda": 2**32, "cpu": 2**28}  # bytes
-MOVED_AT_ONCE = {"cuda": 2**32, "cpu": 2**26}  # between two looks at the clock
+BEYOND_CACHES = {"cuda": 2**32, "cpu": 2**28}  # bytes that no cache holds
+MOVED_AT_ONCE = {"cuda": 2**32, "cpu": 2**26}  # bytes between two readings of the clock
 
 
 def bandwidth(args) -> dict:
@@ -28,12 +28,12 @@ def bandwidth(args) -> dict:
 
 
 def against_limits(model, ids: torch.Tensor, new_tokens: int, ways=tuple(WAYS)) -> dict:
-    """ids: [1, length]; ways: names of WAYS."""
+    """Compare decoding with both limits. ids: [1, length]; ways: names of WAYS."""
     limits = limits_of(model, ids.shape[1] + new_tokens // 2)
     result = {**limits._asdict(), "memory_limit_tokens_per_second": 1 / limits.memory_seconds}
     result["cache_limit_tokens_per_second"] = 1 / limits.cache_seconds
     for name, way in ((name, WAYS[name]) for name in ways):
-        seconds_of_tokens(model, ids, new_tokens, way)  # records or compiles
+        seconds_of_tokens(model, ids, new_tokens, way)  # records or compiles the token
         per_token = min(seconds_of_tokens(model, ids, new_tokens, way))
         result[f"{name}_tokens_per_second"] = 1 / per_token
         result[f"{name}_over_memory_limit"] = limits.memory_seconds / per_token
@@ -46,13 +46,13 @@ def against_limits(model, ids: torch.Tensor, new_tokens: int, ways=tuple(WAYS)) 
 class Limits(NamedTuple):
     core_bytes: int
     memory_bytes_per_second: float
-    core_bytes_per_second: float  # of reading as many bytes as the core has, again and again
-    memory_seconds: float  # of a token
-    cache_seconds: float
+    core_bytes_per_second: float  # when as many bytes as the core has are read repeatedly
+    memory_seconds: float  # per token, by memory_limit
+    cache_seconds: float  # per token, by cache_limit
 
 
 def limits_of(model, length: int) -> Limits:
-    """Of a token that `length` others come before."""
+    """Return the limits for a token after `length` other tokens."""
     config, n, width = model.config, sizes(model.config), model.lm_head.weight.element_size()
     core, once = n.core * width, (n.outer + n.coda + n.head + cache_numbers_per_token(config) * length) * width
     others = (config.num_loops - 1) * core
@@ -63,8 +63,8 @@ def limits_of(model, length: int) -> Limits:
 
 
 def bytes_per_second(device: str, size: int | None = None, repeats: int = 5) -> float:
-    """Of reading `size` bytes, by default more than any cache holds: of summing them, or of copying half of them onto
-    the other half, whichever is faster."""
+    """Measure the rate of reading `size` bytes, by default more than any cache holds: by summing them or by copying
+    half of them onto the other half, whichever is faster."""
     size = BEYOND_CACHES[device] if size is None else size
     buffer = torch.ones(size // 4, device=device)
     half, inner, best = buffer.numel() // 2, max(1, MOVED_AT_ONCE[device] // size), float("inf")
@@ -79,9 +79,9 @@ def bytes_per_second(device: str, size: int | None = None, repeats: int = 5) -> 
 
 
 class Clock(StoppingCriteria):
-    """Stops nothing, and notes when each token is there."""
+    """Records the time of each token, and never stops generation."""
 
-    reads_rows_apart = True  # as all that does not read them
+    reads_rows_apart = True  # it does not look at rows at all
 
     def __init__(self):
         self.times: list[float] = []
@@ -92,7 +92,7 @@ class Clock(StoppingCriteria):
 
 
 def seconds_of_tokens(model, ids: torch.Tensor, number: int, way: dict) -> list[float]:
-    """Of each but the first, which is the prompt's."""
+    """Return the seconds of each token but the first, which comes from the pass of the prompt."""
     clock = Clock()
     settings = {"attention_mask": torch.ones_like(ids), "do_sample": False, "pad_token_id": 0}
     model.generate(ids, max_new_tokens=number, stopping_criteria=[clock], **settings, **way)

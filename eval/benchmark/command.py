@@ -62,7 +62,7 @@ def llama(args) -> dict:
 
 
 def memory(args) -> dict:
-    """Peak of the process (or the GPU) above the model itself, each in a fresh process."""
+    """Measure the peak memory of a training step beyond that of the model; each loss runs in a fresh process."""
     peaks = {}
     for loss in ("terminal", "per_loop"):
         shape = [part for name in SHAPE for part in (f"--{name.replace('_', '-')}", str(getattr(args, name)))]
@@ -116,7 +116,7 @@ def depths(args) -> dict:
     def every_at_continuation():
         model(batch, output_loop_logits=True, output_logits=False, logits_to_keep=keep, **settings)
 
-    layer = 4 * args.width**2 + 3 * args.width * args.ff + args.width * args.length  # attention at half its square
+    layer = 4 * args.width**2 + 3 * args.width * args.ff + args.width * args.length  # attention over half of all pairs
     trunk, head = args.layers * args.num_loops * layer, args.vocab * args.width
     all_seconds, one_seconds = in_turns(every, one, args.repeats)
     some_seconds, full_seconds = in_turns(every_at_continuation, one, args.repeats)
@@ -184,5 +184,5 @@ def main(arguments: list[str]):
         torch.manual_seed(0)
         result = BENCHMARKS[name](args)
         print_line(name, result, args, 3 if name == "harness" else 4)
-        if name in IN_WORDS:  # not among the lines of JSON
+        if name in IN_WORDS:  # stdout has only lines of JSON
             print(IN_WORDS[name].format(**result), file=sys.stderr)

@@ -29,7 +29,7 @@ from .wider import widened
 
 
 def exits(args) -> dict:
-    """Per batch size and criterion: achieved over predicted speed, and the cost of exits that never happen."""
+    """Measure, per batch size and criterion, achieved over predicted speed, and the cost of checks without exits."""
     model, report = exiting_model(args), {}
     for batch in args.batch_sizes:
         prompt = tokens(args, batch=batch, length=args.prompt)
@@ -45,9 +45,9 @@ def exiting_model(args):
 
 
 def passing_threshold(model, prompt: torch.Tensor, criterion: str) -> float:
-    """A threshold that three checks in ten pass, so that rows exit at loops of their own."""
-    ExitRule(criterion, 0).checked(model.config)  # refuses a name that it does not know
-    rows = torch.cat([prompt, prompt[:, :1]], dim=1)  # a last token as the target, of which the scores know nothing
+    """Return a threshold that three checks in ten pass, so that rows exit at different loops."""
+    ExitRule(criterion, 0).checked(model.config)  # refuses unknown names
+    rows = torch.cat([prompt, prompt[:, :1]], dim=1)  # adds a last target, on which scores do not depend
     scores = measure(model, rows, model.config.num_loops, [criterion], len(rows)).scores[criterion][:-1]
     scores = scores[scores.isfinite()].float()
     if not len(scores):
@@ -59,7 +59,8 @@ def passing_threshold(model, prompt: torch.Tensor, criterion: str) -> float:
 
 @torch.no_grad()
 def spread_gate(model, ids: torch.Tensor):
-    """Gate logits with mean -1 and deviation 1; of a random gate all are so far from 0 that tokens exit alike."""
+    """Set the mean of gate logits to -1 and their deviation to 1. Those of a random gate are so far from 0 that all
+    tokens exit at the same loop."""
     states = torch.stack(model(ids, output_loop_hidden_states=True, use_cache=False).loop_hidden_states)
     logits = model.gate(states.flatten(0, 1)).float()
     model.exit_gate.weight /= logits.std()
@@ -67,9 +68,9 @@ def spread_gate(model, ids: torch.Tensor):
 
 
 def measure_exits(model, prompt, criterion: str, args) -> dict:
-    """What exits gain while all rows are at work, and until the last row has its tokens.
+    """Measure the gain of exits while all rows are running, and until the last row has its tokens.
 
-    What it costs if none happens is told twice: beyond the FLOPs of the checks, and beyond the time that they took.
+    The cost of checks without any exit is given twice: over the cost predicted from FLOPs, and without their time.
     """
     depth = model.config.num_loops
     settings = {"attention_mask": torch.ones_like(prompt), "do_sample": False, "pad_token_id": 0}
@@ -93,7 +94,7 @@ def measure_exits(model, prompt, criterion: str, args) -> dict:
         never_exits = decode(exit_criterion=criterion, exit_threshold=never(criterion))
         if (never_exits.loops < depth).any():
             raise AssertionError(f"{criterion} exits at a threshold of {never(criterion)}, which it never reaches")
-        at_work = plain.seconds_per_tick / exits.seconds_per_tick  # loops in the time of one at full depth
+        at_work = plain.seconds_per_tick / exits.seconds_per_tick  # loops in the time of one loop at full depth
         to_the_end, never_costs = plain.seconds / exits.seconds, never_exits.seconds / plain.seconds
         full_cost = cost(model, None, plain.loops)
         turns.append(
@@ -112,21 +113,21 @@ def measure_exits(model, prompt, criterion: str, args) -> dict:
     return {
         "threshold": threshold,
         "mean_loops": loops.mean().item(),
-        # rows end apart, and the last ticks run for few of them
+        # rows end at different times, and the last ticks run few rows
         "rows_at_work": (loops.sum(1).mean() / loops.sum(1).max()).item(),
         **{name: statistics.median(float(turn[name]) for turn in turns) for name in turns[0]},
     }
 
 
 class Decoding(NamedTuple):
-    seconds: float  # from the first loop of the first token on
-    check_seconds: float  # of these, in checks after which no token exited
+    seconds: float  # from the first loop after the pass of the prompt
+    check_seconds: float  # part of `seconds` in checks after which no token exited
     seconds_per_tick: float  # of one loop of the whole batch, while no row has ended
-    loops: torch.Tensor  # of every token but the first, which is the prompt's
+    loops: torch.Tensor  # of every token but the first, which comes from the pass of the prompt
 
 
 def timed(model, prompt, **how) -> Decoding:
-    """Without the prompt's pass, in which the given cache is copied."""
+    """Time a generation without the pass of the prompt, in which `how["cache"]` is copied."""
     with watched_loops(model, len(prompt)) as begun, watched_checks() as checks:
         result = model.generate(prompt, **how)
         end = now()
@@ -137,9 +138,9 @@ def timed(model, prompt, **how) -> Decoding:
 
 @contextmanager
 def watched_loops(model, num_rows: int):
-    """When loops of all rows begin, after the prompt's, and how many of them."""
+    """Yield a list of (time, number of loops that begin), for loops of all rows after the pass of the prompt."""
     begun: list[tuple[float, int]] = []
-    if not can_have_graphs(model, is_int8=False):  # or hooks would be what keeps passes from being graphs
+    if not can_have_graphs(model, is_int8=False):  # else hooks would prevent graphs
         passes = []
 
         def begin_of_pass(table, arguments):
@@ -178,7 +179,7 @@ def watched_loops(model, num_rows: int):
 
 @contextmanager
 def watched_checks():
-    """Seconds of each check after which no token exits."""
+    """Yield a list with the seconds of each check after which no token exits."""
     seconds, emit = [], continuous.emit_exiting_rows
 
     def watched(*arguments):
@@ -196,7 +197,7 @@ def watched_checks():
 
 
 def cost(model, rule, loops: torch.Tensor) -> float:
-    """Multiplications with weights: of loops, of checks that need the head, and of the head that says the token."""
+    """Count multiplications with weights: of loops, of checks that need the head, and of the readout of each token."""
     core, head = count_in_a_loop(model.model.core), model.lm_head.weight.numel()
     heads = torch.ones_like(loops)
     if rule is not None and rule.criterion.needs == "logits":
@@ -222,13 +223,13 @@ def trained_model(args):
     if args.widen == 1:
         return LoopedForCausalLM.from_pretrained(folder, dtype=dtype).to(args.device).eval(), tokenizer
     model = widened(LoopedForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), args.widen)
-    for parameter in model.parameters():  # but not the rotary frequencies, which stay in float32 in any model
+    for parameter in model.parameters():  # not buffers: rotary frequencies stay in float32
         parameter.data = parameter.data.to(dtype)
     return model.to(args.device), tokenizer
 
 
 def speculation(args) -> dict:
-    """Self-speculation against full depth on a trained model, greedy: the same tokens, sooner. Per number of rows."""
+    """Compare greedy self-speculation with full depth on a trained model, per number of rows; tokens stay the same."""
     model, tokenizer = trained_model(args)
     model.generation_config.eos_token_id = None  # all rows take the same number of tokens
     ids = tokens_of_file(tokenizer, args, max(args.batch_sizes), args.prompt).to(args.device)
@@ -236,7 +237,7 @@ def speculation(args) -> dict:
 
 
 def measure_drafts(model, ids: torch.Tensor, args) -> dict:
-    """A draft_loops at a time, and the milliseconds of a pass by the tokens in it."""
+    """Measure each value of draft_loops, and the milliseconds of a pass by its number of tokens."""
     settings = {"attention_mask": torch.ones_like(ids), "do_sample": False, "pad_token_id": 0}
     settings |= {"max_new_tokens": args.new_tokens, "return_dict_in_generate": True}
     drafts = {f"draft_loops_{loops}": loops if loops == "auto" else int(loops) for loops in args.draft_loops}
@@ -266,7 +267,7 @@ def measure_drafts(model, ids: torch.Tensor, args) -> dict:
 
 @contextmanager
 def watched_passes():
-    """Least seconds of a pass of the pipeline, readouts and all, by its number of tokens."""
+    """Yield {number of tokens: least seconds of a pass of the pipeline, readouts included}."""
     least, add = {}, PassSeconds.add
 
     def watched(self, tokens: int, seconds: float):
@@ -281,7 +282,7 @@ def watched_passes():
 
 
 def tokens_of_file(tokenizer, args, rows: int, length: int) -> torch.Tensor:
-    """[rows, length], from the start of --text-file."""
+    """Return [rows, length] tokens from the start of --text-file."""
     ids = tokenizer(Path(args.text_file).read_text(encoding="utf-8"), return_tensors="pt").input_ids[0]
     if len(ids) < rows * length:
         raise SystemExit(
@@ -293,7 +294,7 @@ def tokens_of_file(tokenizer, args, rows: int, length: int) -> torch.Tensor:
 
 @torch.no_grad()
 def sharing(args) -> dict:
-    """Each policy of cache_sharing: bytes of the cache, and the loss of text that is fed token by token.
+    """Measure, for each policy of cache_sharing, the bytes of the cache and the loss of text fed token by token.
 
     The first half of the text is a prompt, fed in one pass; the loss is that of the second half.
     """

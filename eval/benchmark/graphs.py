@@ -13,7 +13,7 @@ from .models import tokens
 
 
 def graphs(args) -> dict:
-    """Per number of rows: plain decoding, and with exits."""
+    """Measure, per number of rows, plain decoding and decoding with exits."""
     if args.device not in DEVICES:
         raise SystemExit(f"--device {args.device}: passes are graphs on {' and '.join(DEVICES)} alone")
     model = exiting_model(args)

@@ -1,4 +1,4 @@
-"""Scoring all depths from one pass, against lm-eval's own model in a run for each.
+"""Time to score all depths from one pass, over that of a single depth and of lm-eval's `hf` model.
 
 Multiple-choice requests, contexts of 64 to 256 tokens and continuations of 2 to 16. Ratios:
 

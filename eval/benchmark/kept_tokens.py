@@ -9,8 +9,8 @@ from .models import build, looped_config, tokens
 
 
 def cache(args) -> dict:
-    """Per number of rows, after a prompt of --length tokens: bytes of a token and time for one, over the model's own
-    type."""
+    """Measure, per number of rows and after a prompt of --length tokens, bytes and time of a token, over those with
+    the dtype of the model."""
     model, report = build(args, looped_config(args)).eval(), {}
     for rows in args.batch_sizes:
         prompt = tokens(args, batch=rows, length=args.length)

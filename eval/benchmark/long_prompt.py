@@ -17,16 +17,16 @@ from modeling_looped.shared_passes import SharedPasses
 from .models import build, looped_config, tokens
 
 
-TOKENS_BEFORE = 3  # of each row, with its prompt's, before the long prompt comes
-FEW = 8  # tokens of the rows' own prompts
+TOKENS_BEFORE = 3  # of each row before the long prompt arrives, with the one from its prompt
+FEW = 8  # tokens in the prompt of each row
 
 
 class Ends(Exception):
-    """The rows have nothing more to show."""
+    """Raised to end the generation of the rows."""
 
 
 class Times:
-    """A streamer that keeps when tokens came."""
+    """A streamer that records when tokens arrive."""
 
     def __init__(self, ends: threading.Event):
         self.ends, self.seconds, self.has_begun = ends, [], threading.Event()
@@ -43,7 +43,7 @@ class Times:
 
 
 class Whole(SharedPasses):
-    """A prompt runs by itself, in one part, and holds its turn."""
+    """Runs a prompt in one part, without a turn for other rows in between."""
 
     def generate(self, *args, **kwargs):
         return super().generate(*args, prefill_chunk_size=self.prompt_tokens, **kwargs)
@@ -75,7 +75,7 @@ def long_prompt(args) -> dict:
 
 
 def pauses(passes: SharedPasses, few: list[torch.Tensor], long: torch.Tensor) -> dict:
-    """Seconds between two tokens of a row, and until the first token of the long prompt."""
+    """Measure the seconds between two tokens of a row, and until the first token after the long prompt."""
     ends, settings = threading.Event(), {"do_sample": False, "pad_token_id": 0}
     times = [Times(ends) for _ in few]
 

@@ -1,4 +1,4 @@
-"""Models of a size for benchmarks, and the line that says what was measured."""
+"""Builds models for benchmarks, and prints the line with a result."""
 
 import json
 
@@ -10,7 +10,7 @@ from modeling_looped import LoopedConfig, LoopedForCausalLM
 
 
 def sizes(args) -> dict:
-    """Fields that looped and plain models have alike."""
+    """Return config fields that looped and plain models share."""
     return {
         "vocab_size": args.vocab,
         "hidden_size": args.width,
@@ -26,7 +26,7 @@ def looped_config(args, **fields) -> LoopedConfig:
 
 
 def build(args, config_or_class):
-    with torch.device(args.device):  # a CPU takes half a minute to draw what a GPU draws at once
+    with torch.device(args.device):  # drawing weights takes a CPU half a minute
         model = (LlamaForCausalLM if isinstance(config_or_class, LlamaConfig) else LoopedForCausalLM)(config_or_class)
     return model.to(device=args.device, dtype=getattr(torch, args.dtype))
 
@@ -36,7 +36,7 @@ def tokens(args, batch=None, length=None):
 
 
 def print_line(name: str, result: dict, args, digits: int):
-    """One JSON line."""
+    """Print a result as one JSON line."""
     print(
         json.dumps({"benchmark": name, **rounded(result, digits), **provenance(args.command), "dtype": args.dtype}),
         flush=True,
@@ -44,12 +44,12 @@ def print_line(name: str, result: dict, args, digits: int):
 
 
 def unrolled_llama(args) -> LlamaForCausalLM:
-    """Of as many layers as a looped model applies."""
+    """Build a Llama with as many layers as a looped model applies in all loops."""
     return build(args, LlamaConfig(**sizes(args), num_hidden_layers=args.layers * args.num_loops))
 
 
 def training_step(model, batch, bf16: bool = False, **how):
-    """bf16: of the products; the weights stay as they are."""
+    """Return a function that runs an optimizer step. bf16: of products only; weights keep their dtype."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
 
     def step():

@@ -1,4 +1,4 @@
-"""Servers in processes of their own, ours and vLLM's, that are asked for the same completions over HTTP."""
+"""Requests the same completions over HTTP from `eval.serve` and from vLLM, each in a separate process."""
 
 import json
 import os
@@ -23,8 +23,8 @@ SECONDS_TO_START = 600
 
 
 def asked_over_http(model, asked: list, arrivals: list[float], args, ways: dict[str, dict]) -> dict:
-    """Of vLLM at full depth and of our server in these ways: tokens/s of requests that come at once, and seconds from
-    arrival to answer of those that come at `arrivals`."""
+    """Measure vLLM at full depth and our server with each of `ways`: tokens/s of requests sent at once, and seconds
+    from arrival to answer of requests sent at `arrivals`."""
     with TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         tokenizer_of_numbers(model.config.vocab_size).save_pretrained(folder)
@@ -41,7 +41,7 @@ def asked_over_http(model, asked: list, arrivals: list[float], args, ways: dict[
 
 
 def tokenizer_of_numbers(vocab: int) -> PreTrainedTokenizerFast:
-    """Token 5 is the word 5."""
+    """Return a tokenizer in which token 5 is the word "5"."""
     tokenizer = Tokenizer(models.WordLevel({str(i): i for i in range(vocab)}, unk_token="0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
@@ -53,7 +53,7 @@ def vllm_command(python: str, folder: str, args) -> tuple[list[str], dict]:
     command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", folder, *fixed.split(), *sizes]
     cores = f"0-{torch.get_num_threads() - 1}"
     environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": cores, "HF_HUB_OFFLINE": "1"}
-    others = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # it has packages of its own
+    others = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # vLLM has other packages
     return command, {**others, **environment}
 
 
@@ -65,7 +65,7 @@ def our_command(folder: str, args) -> tuple[list[str], dict]:
 
 @contextmanager
 def running(name: str, command: list[str], environment: dict):
-    """The address of a server, while it runs."""
+    """Run a server and yield the address of its completions."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -115,7 +115,7 @@ def quantile(values: list[float], share: float) -> float:
 
 
 def complete_all(url: str, model: str, asked: list, arrivals: list[float], how: dict) -> tuple[float, list[float]]:
-    """Seconds until all are answered, and from the arrival of each to its answer."""
+    """Return the seconds until all requests are answered, and the seconds from the arrival of each to its answer."""
     start = time.perf_counter()
 
     def complete(i: int) -> float:

@@ -19,7 +19,7 @@ WAYS = {"sdpa": "apart", "flex_attention": "pages"}
 
 
 class Timed(SharedPasses):
-    """Keeps the seconds of passes in which all rows take part."""
+    """Records the seconds of passes in which all rows take part."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -34,16 +34,16 @@ class Timed(SharedPasses):
 
 
 def pages(args) -> dict:
-    """Prompts of half to the whole of --prompt, one row each, at loops of their own."""
+    """Compare both ways on prompts of half of --prompt to all of it, one row each, whose loops are not in step."""
     model = build(args, looped_config(args)).eval()
     lengths = [args.prompt - i * args.prompt // (2 * args.batch_size) for i in range(args.batch_size)]
     prompts = [tokens(args, batch=1, length=length) for length in lengths]
-    decode(model, "flex_attention", prompts, 4)  # compiles
+    decode(model, "flex_attention", prompts, 4)  # warm-up, which compiles
     seconds = {way: [] for way in WAYS}
     for _ in range(args.repeats):
         for way in WAYS:
             seconds[way] += decode(model, way, prompts, args.new_tokens)
-    # other load on the machine slows single passes: the first quartile is hardly moved by them
+    # other load on the machine slows single passes, which hardly changes the first quartile
     typical = {WAYS[way]: statistics.quantiles(found, n=4)[0] for way, found in seconds.items()}
     return {
         "pages_over_apart": typical["pages"] / typical["apart"],
@@ -55,7 +55,7 @@ def pages(args) -> dict:
 def decode(model, way: str, prompts: list[torch.Tensor], new_tokens: int) -> list[float]:
     model.set_attn_implementation(way)
     settings = {"max_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 0}
-    # no state is as close as this to the one before, and asking keeps passes apart
+    # never met, since no state is this close to the previous one; checks keep the passes of loops separate
     never = {"exit_criterion": "latent_diff", "exit_threshold": 0.0, "prompt_loops": 1}
 
     def generate(prompt: torch.Tensor):

@@ -17,7 +17,7 @@ BYTES_OF_WEIGHTS, MOST_LAYERS = 2**25, 64
 
 
 def products(args) -> dict:
-    """Per shape and number of rows."""
+    """Measure products per shape and number of rows, then attention, decoding and training."""
     shapes = {(args.width, args.width), (args.width, args.ff), (args.ff, args.width), (args.width, args.vocab)}
     report: dict = {f"{inner}_to_{outer}": of_shape(inner, outer, args) for inner, outer in sorted(shapes)}
     report["single_query_over_torch"] = {f"rows_{rows}": of_single_query(rows, args) for rows in args.batch_sizes}
@@ -48,7 +48,7 @@ def of_decoding(model, rows: int, args) -> float:
 
 
 def of_single_query(rows: int, args) -> float:
-    """To so many tokens as `--length`."""
+    """Measure the attention of one query per row to `--length` tokens."""
     shape, dtype = (rows, args.width // 64, args.length, 64), getattr(torch, args.dtype)
     query, keys, values = (torch.randn(shape, dtype=dtype) for _ in range(3))
     return over_torch(lambda: attend_to_all(query[:, :, :1], keys, values, None, 0.125), args)

@@ -26,23 +26,23 @@ from .over_http import asked_over_http, quantile
 
 class Served(NamedTuple):
     tokens_per_second: float
-    loop_seconds: float  # of a loop of a row, in ticks without prompts
+    loop_seconds: float  # per loop and row, in ticks without prompts
     latencies: list[float]  # seconds from arrival to the last token
-    loops: torch.Tensor  # of every token but the prompts'
+    loops: torch.Tensor  # of every token but the first of each request
     rows_in_a_pass: float
     tokens_per_readout: float
-    weights: int  # that decoding read: those of the loop once in a pass, those of the head once in a readout
+    weights: int  # read by decoding: those of the loop once per pass, those of the head once per readout
 
 
 def serving(args) -> dict:
-    """Per criterion: all requests at once, and arrivals at random at four fifths of what full depth can serve.
+    """Measure, per criterion, all requests at once, and random arrivals at four fifths of full depth's throughput.
 
-    With --vllm the same over HTTP, beside vLLM at full depth.
+    With --vllm, also measure both over HTTP, and vLLM at full depth.
     """
     model = exiting_model(args)
     rng, batch = random.Random(0), args.batch_size
     lengths = [
-        # the first of the new tokens is the prompt's
+        # the first new token comes from the pass of the prompt
         (rng.randint(args.prompt // 2, args.prompt), max(2, rng.randint(*spread(args.new_tokens))))
         for _ in range(args.requests)
     ]
@@ -69,7 +69,7 @@ def serving(args) -> dict:
                 {
                     "throughput_over_full": gain,
                     "over_mean_loops": gain * per_token[1] / per_token[0],
-                    # but for prompts
+                    # without prompts
                     "decoding_over_mean_loops": full.loop_seconds / exits.loop_seconds,
                     "over_prediction": gain * per_token[1] * costs[1] / (per_token[0] * costs[0]),
                     "decoding_over_prediction": full.loop_seconds * costs[1] / (exits.loop_seconds * costs[0]),
@@ -93,7 +93,7 @@ def spread(number: int) -> tuple[int, int]:
 
 
 def serve(model, asked: list, arrivals: list[float], max_rows: int, how: dict) -> Served:
-    """arrivals: seconds from the start at which each request comes."""
+    """Run the requests. arrivals: seconds from the start at which each request arrives."""
     with (
         SharedPasses(model, max_rows) as passes,
         ThreadPoolExecutor(len(asked)) as pool,
@@ -130,7 +130,7 @@ def serve(model, asked: list, arrivals: list[float], max_rows: int, how: dict) -
 
 @contextmanager
 def calls_of(*names: str):
-    """How often decoding calls each of these methods of `Tokens`."""
+    """Count how often decoding calls each of these methods of `Tokens`."""
     counts, methods = Counter(), {name: getattr(Tokens, name) for name in names}
 
     def counted(name: str):

@@ -1,4 +1,4 @@
-"""A trained model many times as wide that computes the same: what a pass costs of a size that is not trained here."""
+"""Makes a trained model wider without changing its outputs, to time passes of sizes that are not trained here."""
 
 import copy
 
@@ -12,11 +12,11 @@ WIDTHS = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_va
 
 @torch.no_grad()
 def widened(model: LoopedForCausalLM, times: int) -> LoopedForCausalLM:
-    """Every channel and every head stands there `times` times, and what reads them takes their mean."""
+    """Repeat every channel and every head `times` times; matrices that read them take their mean."""
     config = copy.deepcopy(model.config)
     for name in WIDTHS:
         setattr(config, name, times * getattr(config, name))
-    config.tie_word_embeddings = False  # a table of inputs keeps its values, the head divides them
+    config.tie_word_embeddings = False  # embeddings keep their values, the head divides them
     wide, narrow = LoopedForCausalLM(config).to(model.device).eval(), model.state_dict()
     narrow.setdefault("lm_head.weight", narrow["model.embed_tokens.weight"])
     for name, parameter in wide.state_dict().items():

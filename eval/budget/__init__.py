@@ -1,1 +1,1 @@
-"""What models are worth at every depth, side by side."""
+"""Compares models at every depth."""

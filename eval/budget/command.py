@@ -25,16 +25,16 @@ from .row_scores import RowScores, mean_of
 from .streams import parse_stream, score_windows, texts_of, windows
 
 
-RESAMPLES = 1000  # for the standard errors of lm-eval's metrics that have no formula
-RESOLUTION = 0.0005  # half of the last digit that papers give of bits per byte
+RESAMPLES = 1000  # for standard errors of lm-eval's metrics without a formula
+RESOLUTION = 0.0005  # half of the last digit of bits per byte in papers
 
 
 def parse_models(arguments: list[str]) -> dict[str, list[str]]:
-    """DIR or NAME=DIR,DIR,... as {name: folders}."""
+    """Parse DIR or NAME=DIR,DIR,... into {name: folders}."""
     models: dict[str, list[str]] = {}
     for argument in arguments:
         name, _, folders = argument.partition("=")
-        if not folders or "/" in name:  # a folder whose own name may hold an equals sign
+        if not folders or "/" in name:  # a folder, whose name may hold an equals sign
             path = Path(argument)
             name, folders = (path.parent if path.name == "final" else path).name, argument
         if name in models or not all(folders.split(",")):
@@ -51,7 +51,7 @@ def read_texts(path: str) -> list[str]:
 
 
 def score_texts(lm: LoopedLM, texts: list[str]) -> RowScores:
-    """Each text by itself: special tokens are context, and in neither sum."""
+    """Score each text separately; special tokens are context and count in neither sum."""
     documents = [lm.tok_encode(text, add_special_tokens=False) for text in texts]
     nats = -torch.stack(lm.score_documents(documents), dim=-1)[:, 0]
     tokens, num_bytes = (torch.tensor(sizes, dtype=torch.float64) for sizes in (
@@ -61,7 +61,7 @@ def score_texts(lm: LoopedLM, texts: list[str]) -> RowScores:
 
 
 def score_rows(lm: LoopedLM, args, texts: list[str] | None) -> dict[str, RowScores]:
-    """Scores of --text and of each --stream, by what the names of their measures begin with: "" and "NAME "."""
+    """Return {prefix of measures: scores}: "" is the prefix for --text and "NAME " for each --stream."""
     rows = {"": score_texts(lm, texts)} if texts else {}
     for name, path in map(parse_stream, args.stream):
         cut = windows(lm.tokenizer, texts_of(path), lm.max_length, args.stream_tokens, args.stream_group)
@@ -78,7 +78,7 @@ def row_curves(name: str, scores: RowScores, depths: list[int]) -> Curves:
 
 
 def precision_curves(found: dict[str, list[dict[str, RowScores]]], depths: list[int]) -> Curves:
-    """Standard errors of bits per byte over rows, and differences to the first model where the rows are the same."""
+    """Return standard errors of bits per byte over rows, and differences to the first model if rows are the same."""
     curves: Curves = {}
     means = {
         model: {name: mean_of([seed[name] for seed in seeds]) for name in seeds[0]} for model, seeds in found.items()
@@ -92,7 +92,7 @@ def precision_curves(found: dict[str, list[dict[str, RowScores]]], depths: list[
             points = {depth: (error, None) for depth, error in zip(depths, errors)}
             curves.setdefault(f"{name}bits per byte, standard error", {})[model] = points
             other = means[first][name]
-            if model != first and torch.equal(scores.bytes, other.bytes):  # else another tokenizer cut the windows
+            if model != first and torch.equal(scores.bytes, other.bytes):  # else another tokenizer cut other windows
                 differences = zip(depths, *(part.tolist() for part in scores.less(other)))
                 points = {depth: (value, error) for depth, value, error in differences}
                 curves.setdefault(f"{name}bits per byte, less that of {first}", {})[model] = points
@@ -100,7 +100,7 @@ def precision_curves(found: dict[str, list[dict[str, RowScores]]], depths: list[
 
 
 def sizes_of(rows: dict[str, RowScores]) -> list[str]:
-    """How much text was scored, and how much would bring the standard error down to half of the last digit."""
+    """Say how much text was scored, and how much would reduce the standard error to half of the last digit."""
     return [
         f"{name}bits per byte: {scores.tokens.sum():,.0f} tokens and {scores.bytes.sum():,.0f} bytes in "
         + (
@@ -116,7 +116,7 @@ def sizes_of(rows: dict[str, RowScores]) -> list[str]:
 def measure(
     lm: LoopedLM, args, rows: dict[str, RowScores], manager: TaskManager | None
 ) -> tuple[dict[str, dict[int, Point]], dict[str, bool]]:
-    """{measure: {depth: (value, standard error if lm-eval gave one)}} of one folder, and whether more is better."""
+    """Return {measure: {depth: (value, lm-eval's standard error or None)}} of a folder, and whether more is better."""
     curves: Curves = {}
     better: dict[str, bool] = {}
     for name, scores in rows.items():
@@ -138,7 +138,7 @@ def measure(
 
 
 def over_seeds(found: dict[str, list[dict[str, dict[int, Point]]]]) -> Curves:
-    """Mean and standard deviation over the folders of each model; of one folder, its value and standard error."""
+    """Return mean and standard deviation over the folders of each model; for one folder, value and standard error."""
     curves: Curves = {}
     for name, seeds in found.items():
         for measured in seeds[0]:
@@ -157,7 +157,7 @@ def values_of(points: dict[str, dict[int, Point]]) -> dict[str, dict[int, float]
 def main(arguments: list[str] | None = None):
     args = parse(arguments)
     models = {
-        name: [str(model_folder(folder) or folder) for folder in folders]  # None: a name on the Hub
+        name: [str(model_folder(folder) or folder) for folder in folders]  # no folder: a name on the Hub
         for name, folders in parse_models(args.models).items()
     }
     depths = parse_depths(args.num_loops)
@@ -173,7 +173,7 @@ def main(arguments: list[str] | None = None):
         raise ValueError(f"two streams have the same name: {', '.join(streams)}")
     texts = read_texts(args.text) if args.text else None
     if args.core:
-        read_tasks(args.core, examples=args.core_examples)  # its mistakes too are found before a model is loaded
+        read_tasks(args.core, examples=args.core_examples)  # finds mistakes before a model is loaded
     manager = None
     if args.tasks:
         manager, args.tasks = tasks_of(args.tasks, [path for path in (TASKS, args.include_path) if path])

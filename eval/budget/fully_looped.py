@@ -1,6 +1,6 @@
-"""What table 1 of the Fully Looped Transformer reports beside CORE: accuracies of six of its tasks, from the bundle.
+"""Accuracies of six tasks of CORE, which table 1 of the Fully Looped Transformer reports beside CORE.
 
-These are the bundle's prompts and shots (table 4), not lm-eval's, whose tasks of the same names are the group
+Prompts and shots are those of the bundle (table 4). lm-eval's tasks of the same names have others; they are the group
 `fully_looped_six_lm_eval`.
 """
 
@@ -18,7 +18,7 @@ SIX = ("lambada_openai", "piqa", "hellaswag", "openbook_qa", "arc_easy", "arc_ch
 
 
 def six_curves(results: dict[int, dict]) -> Curves:
-    """From the results of `core_scores`: each accuracy, and their unweighted average."""
+    """Return each accuracy in the results of `core_scores`, and their unweighted average."""
     curves: Curves = {}
     for depth, found in results.items():
         missing = [label for label in SIX if label not in found["tasks"]]
@@ -31,7 +31,8 @@ def six_curves(results: dict[int, dict]) -> Curves:
 
 
 def lambada_perplexity(lm: LoopedLM, bundle: Path | str, examples: int | None = None) -> Curves:
-    """Over the tokens of all answers; context and answer are cut into tokens apart, unlike for the accuracy."""
+    """Return the perplexity over the tokens of all answers. Context and answer are tokenized separately, unlike for
+    the accuracy."""
     (task,) = read_tasks(bundle, examples=examples, only=["lambada_openai"])
     start = [start_token(lm.tokenizer)]
 

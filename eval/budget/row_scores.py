@@ -13,17 +13,17 @@ class RowScores:
     """Sums over each row, float64; a row is a document or a window of a stream."""
 
     nats: torch.Tensor  # [depths, rows] cross-entropy of all targets
-    byte_nats: torch.Tensor  # [depths, rows] of the targets that stand for bytes: not of special tokens
+    byte_nats: torch.Tensor  # [depths, rows] of the targets that encode bytes, without special tokens
     tokens: torch.Tensor  # [rows] targets
     bytes: torch.Tensor  # [rows]
 
     @property
     def has_error(self) -> bool:
-        """Whether there are rows enough for a standard error."""
+        """Whether there are enough rows for a standard error."""
         return len(self.bytes) > 1
 
     def perplexity(self) -> torch.Tensor:
-        """At each depth."""
+        """Return the perplexity at each depth."""
         return (self.nats.sum(-1) / self.tokens.sum()).clamp(max=700).exp()
 
     def bits_per_byte(self) -> torch.Tensor:
@@ -33,16 +33,16 @@ class RowScores:
         return standard_error(self.byte_nats, self.bytes) / math.log(2)
 
     def less(self, other: "RowScores") -> tuple[torch.Tensor, torch.Tensor]:
-        """Bits per byte less those of another model on the same rows, and the standard error of the difference."""
+        """Return bits per byte minus those of another model on the same rows, and the difference's standard error."""
         difference = (self.byte_nats - other.byte_nats) / math.log(2)
         return ratio(difference, self.bytes), standard_error(difference, self.bytes)
 
     def tokens_for(self, error: float) -> int:
-        """Tokens at which the largest standard error over depths would be `error`, of more rows of the same kind."""
+        """Estimate how many tokens of similar rows would bring the largest standard error over depths to `error`."""
         return math.ceil(self.tokens.sum().item() * (self.bits_per_byte_error().max().item() / error) ** 2)
 
 
 def mean_of(seeds: list[RowScores]) -> RowScores:
-    """Scores of several seeds of a model on the same rows."""
+    """Average the scores of several seeds of a model on the same rows."""
     nats, byte_nats = (torch.stack([getattr(seed, name) for seed in seeds]).mean(0) for name in ("nats", "byte_nats"))
     return RowScores(nats, byte_nats, seeds[0].tokens, seeds[0].bytes)

@@ -1,8 +1,8 @@
 """Texts as one stream of tokens, scored in windows of equal length (Fully Looped, appendix A.4).
 
-Before every text, an empty one too, stands the token that documents begin with. A window is read without what came
-before it; its last target is the first input of the next. What does not fill a window at the end is left out.
-Perplexity counts every target, the tokens between texts too; bits per byte count those that stand for bytes.
+Every text, also an empty one, is preceded by the start token of documents. A window is scored without the tokens
+before it; its last target is the first input of the next window. An incomplete window at the end is left out.
+Perplexity counts every target, including start tokens between texts; bits per byte count targets that encode bytes.
 """
 
 import glob
@@ -23,7 +23,7 @@ from looped_recipes.settings.yaml_files import shortly
 from .row_scores import RowScores
 
 
-# what the public code of the Fully Looped Transformer evaluates as WikiText-2, a line of the corpus a text
+# the file that the public code of the Fully Looped Transformer evaluates as WikiText-2; each line is a text
 STREAMS = {
     "wikitext_2": "https://huggingface.co/datasets/Salesforce/wikitext/resolve/main/wikitext-2-v1/"
     "test-00000-of-00001.parquet"
@@ -31,7 +31,7 @@ STREAMS = {
 
 
 def parse_stream(argument: str) -> tuple[str, str]:
-    """NAME=FILE, or a NAME that is known, as (name, file)."""
+    """Parse NAME=FILE, or a NAME in STREAMS, into (name, file)."""
     name, equals, path = argument.partition("=")
     if not equals and name in STREAMS:
         return name, STREAMS[name]
@@ -43,14 +43,14 @@ def parse_stream(argument: str) -> tuple[str, str]:
 
 
 def texts_of(path: str) -> Iterator[str]:
-    """The field `text` of each row of a parquet file, or of each line of JSON; null is an empty text."""
+    """Yield the field `text` of each row of a parquet file, or of each line of JSON; null is an empty text."""
     if path.endswith(".parquet"):
         from datasets import load_dataset
 
-        file = path if "://" in path else glob.escape(str(Path(path).absolute()))  # brackets in names are names
+        file = path if "://" in path else glob.escape(str(Path(path).absolute()))  # brackets are no patterns
         try:
             rows = load_dataset("parquet", data_files=file, split="train", streaming=True)
-        except Exception as error:  # of many libraries
+        except Exception as error:  # many libraries raise it
             if "://" not in path:
                 raise
             raise ValueError(
@@ -75,7 +75,7 @@ def texts_of(path: str) -> Iterator[str]:
 
 
 def windows(tokenizer, texts: Iterable[str], length: int, limit: int | None = None, group: int = 1) -> torch.Tensor:
-    """int64 [windows, length + 1], which overlap by the one token; `limit`: tokens to predict at most.
+    """Return int64 [windows, length + 1], which overlap by one token. limit: the most tokens to predict.
 
     The number of windows is a multiple of `group`.
     """
@@ -99,7 +99,7 @@ def windows(tokenizer, texts: Iterable[str], length: int, limit: int | None = No
 
 @torch.no_grad()
 def score_windows(lm: LoopedLM, rows: torch.Tensor) -> RowScores:
-    """At every depth from one pass."""
+    """Score windows at every depth from one pass."""
     lengths = token_bytes(lm.tokenizer)
     num_bytes = lengths[rows[:, 1:]]
     begin_texts = (rows[:, :-1] == start_token(lm.tokenizer)) & (num_bytes > 0)
@@ -117,7 +117,7 @@ def score_windows(lm: LoopedLM, rows: torch.Tensor) -> RowScores:
 
 
 def losses_at(lm: LoopedLM, rows: torch.Tensor) -> torch.Tensor:
-    """[depths, rows, length]"""
+    """Return losses [depths, rows, length]."""
     inputs, targets = rows[:, :-1], rows[:, 1:]
     if len(lm.depths) == 1:
         logits = lm.model(inputs, num_loops=lm.depths[0], use_cache=False).logits

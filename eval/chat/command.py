@@ -1,4 +1,4 @@
-"""A conversation with a model, or text that it completes."""
+"""A conversation with a model, or completion of single prompts."""
 
 import sys
 
@@ -30,17 +30,18 @@ class Conversation:
         ).to(self.model.device)
 
     def room_after(self, prompt: dict[str, torch.Tensor]) -> int:
-        """For new tokens; the last one is not read again."""
+        """Return how many new tokens fit after a prompt. The last one needs no position, because it is not read."""
         return self.model.config.max_position_embeddings + 1 - prompt["input_ids"].shape[1]
 
     def prompt_of(self, text: str) -> dict[str, torch.Tensor]:
-        """With as many turns before it as there is room for, and for an answer half as long as one may be."""
+        """Tokenize a text with as many earlier turns as fit. The answer needs room for its maximum length, but at most
+        for half of the positions."""
         prompt, first = self.ids_of(text), 1 if self.turns and self.turns[0]["role"] == "system" else 0
         forgotten, wanted = 0, min(self.settings["max_new_tokens"], self.model.config.max_position_embeddings // 2)
         while self.room_after(prompt) < wanted and len(self.turns) > first + 2:
             del self.turns[first : first + 2]  # a question and its answer
             forgotten += 1
-            self.turns.pop()  # which ids_of adds again
+            self.turns.pop()  # the current question, which ids_of adds again
             prompt = self.ids_of(text)
         if forgotten:
             print(f"[{counted(forgotten, 'turn')} of the beginning left out: no more room]")
@@ -52,7 +53,7 @@ class Conversation:
         return prompt
 
     def answer(self, text: str) -> tuple[str, float]:
-        """What the model writes, printed as it comes, and the mean loops of its tokens."""
+        """Print the answer while it is generated; return it and the mean loops of its tokens."""
         prompt = self.prompt_of(text)
         streamer = TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
         settings = {**self.settings, "max_new_tokens": min(self.settings["max_new_tokens"], self.room_after(prompt))}
@@ -86,7 +87,7 @@ def main(arguments: list[str] | None = None):
     model = LoopedForCausalLM.from_pretrained(folder, dtype=args.dtype).to(args.device).eval()
     names = ("num_loops", "exit_criterion", "exit_threshold", "min_loops")
     settings = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    if args.exit_criterion == "none":  # of those that were saved with the model
+    if args.exit_criterion == "none":  # switches off the criterion that was saved with the model
         settings["exit_criterion"] = None
     settings |= {"max_new_tokens": args.max_new_tokens, "do_sample": args.temperature > 0}
     if args.temperature > 0:

@@ -1,4 +1,4 @@
-"""Increments and norms over loops of trained models: figures 6 to 8 of the residual scaling paper, in small."""
+"""Increments and norms over the loops of small trained models: figures 6 to 8 of the residual scaling paper."""
 
 from pathlib import Path
 
@@ -12,7 +12,8 @@ ROWS, LENGTH = 16, 64  # of held-out text
 
 
 def after_training(runs: dict[str, Path]) -> dict:
-    """By trained loops: cosines of the loops' increments, and norms from the embedding to the last state."""
+    """Return, for each trained number of loops, the cosines between the loops' increments, and the norms of the state
+    from the embedding to the last loop."""
     found = {}
     for run in runs.values():
         model = LoopedForCausalLM.from_pretrained(run / "final").eval()

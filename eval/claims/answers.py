@@ -1,4 +1,4 @@
-"""Which questions of a generated task are answered right after how many loops, and where they stop (depth.py)."""
+"""Accuracy on generated tasks after every loop, and the loops after which questions exit (read by depth.py)."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,9 +12,9 @@ from modeling_looped.exit_criteria import ExitRule
 
 
 QUESTIONS = 252  # of each difficulty
-CERTAINTY = 0.9  # of every word of the answer, at which a question stops looping
+CERTAINTY = 0.9  # a question exits once every word of its answer has this probability
 LEVELS = (1, 2, 3, 4)
-# what makes questions harder, how many of it, and the question of a number at one of these levels
+# task -> (name of its difficulty, levels of difficulty, function that makes question `number` at `level`)
 TASKS: dict[str, tuple[str, tuple[int, ...], Callable[[int, int], dict]]] = {
     "p_hop": ("hops", LEVELS, p_hop_question),
     "permutation": ("swaps", LEVELS, permutation_question),
@@ -25,8 +25,9 @@ TASKS: dict[str, tuple[str, tuple[int, ...], Callable[[int, int], dict]]] = {
 
 @torch.no_grad()
 def answer(model, tokenizer, asked: list[dict]) -> dict:
-    """Of equally long questions: the share that is right after every loop, all words of the answer by themselves; the
-    loops until every word is certain, and what is right then."""
+    """Return the share of right answers after every loop, the mean loops until every word is certain, and the share of
+    right answers at that exit. All questions must be equally long; an answer is right if all its words are, each
+    predicted with the right words before it."""
     right = [question["choices"][question["answer"]] for question in asked]
     text = [f"{question['text']} {words}" for question, words in zip(asked, right)]
     ids = tokenizer(text, return_tensors="pt").input_ids
@@ -46,7 +47,7 @@ def answer(model, tokenizer, asked: list[dict]) -> dict:
 
 
 def answers(folder: Path, task: str, systems: tuple[str, ...]) -> dict:
-    """Of every system that was trained in the folder: each difficulty."""
+    """Measure every system that was trained in the folder at each difficulty."""
     harder, levels, question = TASKS[task]
     found = {}
     for system in systems:

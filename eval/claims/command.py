@@ -30,7 +30,7 @@ def chosen(names: list[str] | None, seeds: list[int] | None) -> list[Measurement
 
 
 def measure(args: argparse.Namespace):
-    """One function, in the process that `run` starts."""
+    """Run one measuring function, in the process that `run` starts for it."""
     name = " ".join(args.only or [])
     if name not in FUNCTIONS:
         raise ValueError(f"measure needs --only and one of {', '.join(FUNCTIONS)}, got {name!r}")
@@ -51,7 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
         setting = Setting(args.folder, args.text)
         if args.action == "run":
             missing = run(measurements, setting, args.minutes)
-        every = chosen(args.only, None)  # also the seeds of earlier sittings
+        every = chosen(args.only, None)  # also seeds that earlier calls measured
         for path in collect(every, setting, args.results / "claims"):
             print(f"written: {path}")
     if not (args.results / "claims").is_dir():

@@ -1,4 +1,4 @@
-"""What a claim, a figure, a measurement and a paper are."""
+"""The classes of the ledger: claims, figures, measurements and papers."""
 
 import json
 import math
@@ -14,20 +14,20 @@ from .rules import AGREES, BY_CONSTRUCTION, UNMEASURED, UNREACHABLE, Estimate, R
 
 @dataclass(frozen=True)
 class Claim:
-    where: str  # figure or table
+    where: str  # figure or table of the paper
     says: str
-    number: str  # what is compared, in words
-    size: str  # of ours
-    source: str  # JSON in results/, without its ending
+    number: str  # the compared number, in words
+    size: str  # of our models and trainings, in words
+    source: str  # path of the JSON in results/, without ".json"
     read: Callable[[dict], Estimate | None]
     rule: Rule
     by_construction: bool = False  # no model of this family could give another number, so agreement tells nothing
-    without: str = ""  # what it means where the runs have no such number
+    without: str = ""  # what it means if the runs do not have the number
 
 
 @dataclass(frozen=True)
 class Beyond:
-    """A claim without a number: two processor cores do not reach it in hours."""
+    """A claim that is not measured, because two processor cores cannot measure it within hours."""
 
     where: str
     says: str
@@ -36,42 +36,45 @@ class Beyond:
 
 class Figure(NamedTuple):
     source: str
-    draw: Callable[[dict], list[Chart]]  # ours, and the paper's where its text gives numbers
+    draw: Callable[[dict], list[Chart]]  # charts of our numbers, and of the paper's where its text gives them
 
 
-BETTER_THAN_FREQUENCIES = 0.1  # nats below the loss of the tokens' frequencies, from which on a run counts as trained
-MADE_BY = ("command", "commit", "versions", "hardware")  # what every JSON tells of itself
+BETTER_THAN_FREQUENCIES = 0.1  # nats; a run has trained if its loss is this far below that of token frequencies
+MADE_BY = ("command", "commit", "versions", "hardware")  # provenance in every JSON
 
 
 class Setting(NamedTuple):
-    folder: Path  # of all measurements
-    text: str  # data.source of the trainings on text
+    folder: Path  # holds all measurements
+    text: str  # `data.source` of trainings on text
 
     def of(self, name: str, seed: int) -> Path:
         return self.folder / name / f"seed_{seed}"
 
 
-SIX_SEEDS = tuple(range(6))  # where three leave claims open: their interval is 2.4 times as wide as that of six
+SIX_SEEDS = tuple(range(6))  # for claims that three seeds leave open: the interval of three is 2.4 times as wide
 
 
 class Measurement(NamedTuple):
-    """What is measured for a seed: modules with their arguments, run one after the other, which go on where they
-    stopped; and how its numbers are read, which is None as long as they are not whole."""
+    """Commands that measure one seed, and a function that reads its numbers.
+
+    commands: modules with arguments. They run one after the other, and each resumes where it stopped.
+    read: returns None until the numbers of the seed are complete.
+    """
 
     name: str
     commands: Callable[[Setting, int], list[list[str]]]
     read: Callable[[Path], dict | None]
     seeds: tuple[int, ...] = (0, 1, 2)
-    beside: str | None = None  # the measurement that has the models of the same seeds to which its own are compared
+    beside: str | None = None  # another measurement; models are compared with its models of the same seeds
 
 
 @dataclass(frozen=True)
 class Paper:
-    title: str  # of a paper, or of claims of our own
+    title: str  # of a paper, or of a group of our own claims
     measurements: list[Measurement] = field(default_factory=list)
     claims: list[Claim | Beyond] = field(default_factory=list)
     figures: list[Figure] = field(default_factory=list)
-    is_published: bool = True  # whose claims are counted
+    is_published: bool = True  # only claims of published papers are counted
 
 
 class Row(NamedTuple):
@@ -126,7 +129,7 @@ def judged(claim: Claim, estimate: Estimate | None) -> str:
 
 
 def loss_of(run: dict) -> float:
-    """At its end; infinite where the run collapsed."""
+    """Return the final loss, infinite if the run collapsed."""
     return math.inf if run["loss"] is None else run["loss"]
 
 
@@ -135,8 +138,11 @@ def losses_by_name(content: dict) -> dict[str, float]:
 
 
 def each_seed(number: Callable[[dict], float | None]) -> Callable[[dict], Estimate | None]:
-    """How most claims are read: a number of every seed that was measured, infinite where one of two runs collapsed;
-    None, or not a number, of a seed that has no such number, as where both did."""
+    """Return a function that estimates `number` over the measured seeds, as most claims do.
+
+    The number is infinite where one of two compared runs collapsed. Seeds where it is None or NaN, for example because
+    both runs collapsed, are left out.
+    """
 
     def read(content: dict) -> Estimate | None:
         values = [number(found) for found in content["seeds"].values()]

@@ -1,4 +1,4 @@
-"""What depth is good for: a looped model beside plain ones, at equal parameters and at equal operations."""
+"""Claims on the use of depth: a looped model beside plain ones, at equal parameters and at equal operations."""
 
 from collections.abc import Callable
 from functools import partial
@@ -20,15 +20,15 @@ NAMES = {
     SAME_PARAMETERS: "one layer, one loop",
     SAME_OPERATIONS: "four layers, one loop",
 }
-MATCHES = 0.05  # of the questions
+MATCHES = 0.05  # share of the questions; systems match if the better one answers at most this many more
 
 
 class Training(NamedTuple):
     text: list[str]  # settings of the generated text
-    length: int  # of a row: one document
-    rows: int  # of a step
+    length: int  # tokens of a row, which holds one document
+    rows: int  # per step
     steps: int = 600
-    model: tuple[str, ...] = ()  # settings of all three
+    model: tuple[str, ...] = ()  # settings shared by the three systems
     seeds: tuple[int, ...] = (0, 1, 2)
 
     @property
@@ -42,9 +42,9 @@ class Training(NamedTuple):
         return [f"data.sequence_length={self.length}", steps, "data.packing=best_fit", *rows, *self.model]
 
 
-# places and swaps have no names but where they stand, which rotary positions alone do not tell
+# only their positions in the text tell places and swaps apart, and rotary positions alone do not show these
 BY_PLACE = ("model.position_embedding=learned",)
-LOW_RATES = ("optimizer.muon_lr=0.005", "optimizer.lr=1.0e-3")  # at higher ones four layers do not begin to learn
+LOW_RATES = ("optimizer.muon_lr=0.005", "optimizer.lr=1.0e-3")  # at higher rates four layers do not begin to learn
 TRAININGS = {
     "p_hop": Training(["hops=4"], 35, 96, seeds=SIX_SEEDS),
     "permutation": Training(["swaps=4", "symbols=5", "questions=5"], 23, 128, 1200, BY_PLACE, SIX_SEEDS),
@@ -67,7 +67,7 @@ def commands_of(task: str):
 
 
 def at_last(content: dict, system: str, level: int) -> float:
-    """Right answers at the trained depth."""
+    """Return the share of right answers at the trained depth."""
     return content["systems"][system][str(level)]["accuracy"][-1]
 
 

@@ -1,4 +1,4 @@
-"""What is known without any model: the loss of predicting tokens by how often they come."""
+"""Loss without a model: tokens predicted by their frequencies alone."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from looped_eval.common.held_out import prepared_data, run_data
 
 
 def loss_of_frequencies(run: Path) -> float:
-    """Of the run's held-out tokens, by the frequencies of those that it was trained on."""
+    """Return the loss of the run's held-out tokens under the token frequencies of its training data."""
     prepared = prepared_data(run, run_data(run))
     train, validation = (
         np.concatenate([np.asarray(shard, dtype=np.int64) for shard in rows.shards])

@@ -1,6 +1,7 @@
 """Simply Stabilizing the Loop via Fully Looped Transformer.
 
-Where the paper has a claim at both of its sizes, ours is compared to the small one (table 1, figures 2, 6 and 7).
+Where the paper states a claim for both of its model sizes, ours is compared with the small one (table 1, figures 2, 6
+and 7).
 """
 
 import math
@@ -16,7 +17,7 @@ from .rules import AtMost, Differs, Effect, Estimate, Near, Rule, over_seeds, sh
 from .sweeps import commands_of, has_trained, read_with_frequencies, runs_of
 
 
-SYSTEMS = "claims/twelve_loops"  # all five with 3, 6, 9 and 12 loops
+SYSTEMS = "claims/twelve_loops"  # all five systems with 3, 6, 9 and 12 loops
 WITH_GRADIENTS = "claims/gradients"  # LT and FLT with 12 loops, six seeds
 SIZE = "width 96, 3 layers, 120 steps of 1,024 tokens"
 NAMES = {"lt": "LT", "lt_input": "LT_i", "lt_attention": "LT_ai", "flt": "FLT", "flt_residual": "FLT_res"}
@@ -26,29 +27,29 @@ BITS = {  # bits per byte of the small models at 3, 6 and 9 loops in table 1; LT
     "lt_attention": (1.046, math.nan, 1.047),
     "flt": (1.044, 1.039, 1.040),
 }
-SELDOM = AtMost(0.5, 0.0)  # a share of runs: none in the paper, which has one run of each; here not most
-LEAST_CHANGE = 0.001  # nats; loops that change every loss by less are not used
+SELDOM = AtMost(0.5, 0.0)  # share of runs: 0 in the paper, which has one run of each system; here at most half
+LEAST_CHANGE = 0.001  # nats; loops count as unused if they change every loss by less
 
 
 def run_at(found: dict, system: str, loops: int = 12) -> dict:
-    """Of what one seed has; all runs of figure 7 have twelve loops."""
+    """Return one run of a seed. Runs without the setting (those of figure 7) have twelve loops."""
     return next(
         run for run in found["runs"] if run["model.preset"] == system and run.get("model.num_loops", 12) == loops
     )
 
 
 def runs_at(content: dict, system: str, loops: int) -> list[dict]:
-    """Of all seeds."""
+    """Return this run of every seed."""
     return [run_at(found, system, loops) for found in content["seeds"].values()]
 
 
 def between(number: Callable[[dict, dict], float], *pair: tuple[str, int]) -> Callable[[dict], Estimate | None]:
-    """A number of two runs of the same seed."""
+    """Return a function that estimates a number of two runs of the same seed."""
     return each_seed(lambda found: number(*(run_at(found, *one) for one in pair)))
 
 
 def share_of_runs(trained: bool, systems: tuple[str, ...], loops: tuple[int, ...]) -> Callable[[dict], Estimate]:
-    """That train, or that do not, of all seeds of these systems at these loops."""
+    """Return a function that gives the share of runs that train (or do not), over all seeds, systems and loops."""
 
     def read(content: dict) -> Estimate:
         found = [
@@ -63,7 +64,7 @@ def share_of_runs(trained: bool, systems: tuple[str, ...], loops: tuple[int, ...
 
 
 def excess(first: dict, second: dict) -> float:
-    """Loss of the first over that of the second, less 1, in percent."""
+    """Return by how many percent the loss of the first run is above that of the second."""
     return 100 * (loss_of(first) / loss_of(second) - 1)
 
 
@@ -73,18 +74,18 @@ BLOCKS = (*WATCHED.values(), FIRST_MLP)
 
 
 def swing(run: dict, block: str) -> float:
-    """Logarithm to base 10, of the largest gradient of a block over the least, after the first step."""
+    """Return log10 of the ratio of a block's largest gradient norm to its least, without the first measurement."""
     norms = run["gradient_norms"][block][1:]
     return math.log10(max(norms) / min(norms))
 
 
 def swings_more(system: str, block: str) -> Callable[[dict], Estimate | None]:
-    """Than in FLT."""
+    """Return a function that gives by how much gradients swing more in a system than in FLT, both with 12 loops."""
     return between(lambda first, second: swing(first, block) - swing(second, block), (system, 12), ("flt", 12))
 
 
 def with_gradients(read: Callable[[Path], dict | None]) -> Callable[[Path], dict | None]:
-    """Of every run, norms of gradients at the steps where they were measured, too."""
+    """Return `read` extended by the gradient norms of every run, at the steps where they were measured."""
 
     def read_both(folder: Path) -> dict | None:
         found = read(folder)
@@ -97,12 +98,12 @@ def with_gradients(read: Callable[[Path], dict | None]) -> Callable[[Path], dict
 
 
 def state(content: dict, system: str, loop: int) -> float:
-    """Logarithm to base 10, of its norm after a loop."""
+    """Return log10 of the norm of the state after a loop."""
     return math.log10(run_at(content, system)[f"residual_norm/loop_{loop}"])
 
 
 def larger_state(content: dict, loops: tuple[int, ...]) -> float:
-    """Of LT than of FLT, in the mean of these loops."""
+    """Return log10 of the norm of LT's state over that of FLT's, as a mean over these loops."""
     return fmean(state(content, "lt", loop) - state(content, "flt", loop) for loop in loops)
 
 
@@ -144,8 +145,11 @@ def gradient_claims() -> list[Claim]:
 
 
 def gained(between_loops: dict[int, tuple[int, int]], least: float = 0.0) -> Callable[[dict], Estimate | None]:
-    """What FLT trained with k loops gains from the first of its two numbers of loops to the second, in the mean of
-    all k; None where no run changes by `least`."""
+    """Return a function that gives how much FLT's loss falls from one number of loops to another.
+
+    between_loops: trained loops -> (fewer, more) loops of the evaluation. The result is the mean over the trained
+    loops; None if no run changes by `least`.
+    """
 
     def read(content: dict) -> Estimate | None:
         of_seeds = []
@@ -167,13 +171,13 @@ def percent(system: str, loops: int, other: str, other_loops: int) -> float:
 
 
 def bits_claim(says: str, number: str, first: tuple[str, int], second: tuple[str, int]) -> Claim:
-    """That the first of two systems at their loops has so much the greater loss."""
+    """Claim that the first (system, loops) has a greater loss than the second, by as much as in table 1."""
     rule = Effect(percent(*first, *second))
     return Claim("table 1", says, number, SIZE, SYSTEMS, between(excess, first, second), rule)
 
 
 def bits_claims() -> list[Claim]:
-    """Every cell of table 1 at the small size beside that of FLT, and LT and FLT over loops."""
+    """Compare every cell of table 1 (small size) with that of FLT, and LT and FLT over loops."""
     cells = [(system, k) for system, of in BITS.items() if system != "flt" for k, bits in zip((3, 6, 9), of)
              if not math.isnan(bits)]  # fmt: skip
     pairs = [((system, k), ("flt", k)) for system, k in cells]
@@ -194,7 +198,7 @@ def bits_claims() -> list[Claim]:
 
 def collapse_claims() -> list[Claim]:
     def claim(where: str, says: str, collapsed: bool, systems: tuple[str, ...], loops: tuple[int, ...]) -> Claim:
-        """Of runs of which the paper has all collapsed, or none."""
+        """A claim about systems of which all runs collapsed in the paper, or none."""
         number = "that train" if collapsed else "that collapse"
         read = share_of_runs(collapsed, systems, loops)
         return Claim(where, says, f"share of the runs {number}", SIZE, SYSTEMS, read, SELDOM)
@@ -211,7 +215,7 @@ def collapse_claims() -> list[Claim]:
 
 
 def training_claims() -> list[Claim]:
-    """Figures 2 and 3, but for the state."""
+    """Figures 2 and 3, without the claims on the state."""
 
     def claim(where: str, says: str, number: str, read: Callable[[dict], Estimate]) -> Claim:
         return Claim(where, says, number, SIZE, SYSTEMS, read, Effect())
@@ -228,7 +232,7 @@ def training_claims() -> list[Claim]:
 
 
 def budget_claims() -> list[Claim]:
-    """Figure 5, whose numbers are accuracies that models of this size do not have."""
+    """Figure 5. Losses replace its accuracies, because models of this size do not reach such accuracies."""
 
     def claim(says: str, number: str, read: Callable[[dict], Estimate | None], rule: Rule) -> Claim:
         unused = f"loops beyond the third change the loss by less than {LEAST_CHANGE:g} nats in every run"
@@ -249,7 +253,8 @@ def budget_claims() -> list[Claim]:
 
 
 def excess_over_full(variant: str):
-    """In percent; infinite where it collapses."""
+    """Return a function that gives the loss of a variant over that of the full model, in percent; infinite where the
+    variant collapses."""
 
     def read(content: dict) -> float:
         losses = losses_by_name(content)

@@ -1,4 +1,4 @@
-"""What is measured by a function, not by a training: of a seed and the folder of that seed."""
+"""Measurements made by a function, not by a training. Each function gets a seed and the folder of that seed."""
 
 import json
 from collections.abc import Callable
@@ -36,7 +36,7 @@ def frequencies(seed: int, folder: Path) -> dict:
 
 
 def trained_in(folder: Path) -> dict[str, Path]:
-    """The runs of a sweep that are done, by name."""
+    """Return the finished runs of a sweep by name."""
     return {path.parent.name: path.parent for path in sorted(folder.glob("*/final"))}
 
 
@@ -80,12 +80,12 @@ FUNCTIONS: dict[str, Callable[[int, Path], dict]] = {
 
 
 def by_function(name: str, folder: Path, seed: int) -> list[str]:
-    """The command that runs one of them."""
+    """Return the command that runs one function."""
     return ["looped_eval.claims", "measure", str(folder), "--only", name, "--seed", str(seed)]
 
 
 def function(name: str, seeds: int = 3) -> Measurement:
-    """One of them as a measurement of its own."""
+    """Return a measurement that consists of one function."""
 
     def commands(setting: Setting, seed: int) -> list[list[str]]:
         return [by_function(name, setting.of(name, seed), seed)]
@@ -94,7 +94,7 @@ def function(name: str, seeds: int = 3) -> Measurement:
 
 
 def result_of(name: str) -> Callable[[Path], dict | None]:
-    """How what it wrote is read."""
+    """Return a function that reads what the function `name` wrote into a folder; None where nothing is there."""
 
     def read(folder: Path) -> dict | None:
         path = folder / RESULT.format(name)

@@ -31,7 +31,7 @@ def paper_config(**fields) -> LoopedConfig:
 
 
 def growth(seed: int, config: LoopedConfig | None = None, loops: tuple[int, ...] = LOOPS) -> dict:
-    """R at initialisation and after a step, and the change of h_N by that step, over N."""
+    """Return R at initialisation and after a step, and the change of h_N by that step, each over N."""
     config, rules = config or paper_config(), {}
     for rule in RULES:
         runs = [early_training(looped(config, n, rule), seed, STEPS, RATE, TOKENS) for n in progress(loops, rule)]
@@ -49,7 +49,7 @@ def growth(seed: int, config: LoopedConfig | None = None, loops: tuple[int, ...]
 
 @torch.no_grad()
 def unshared_states(config: LoopedConfig, copies: int, seed: int, ids: torch.Tensor) -> list[torch.Tensor]:
-    """The stream after every copy of the core, each drawn when it is needed and let go of after it."""
+    """Return the stream after every copy of the core. Only one copy is in memory at a time."""
     one = with_fields(unshared(config, copies, "none"), num_core_layers=config.num_core_layers)
     states = [built(one, seed).model.embed_tokens(ids)]
     for copy in progress(range(copies), "copies"):
@@ -61,7 +61,8 @@ def unshared_states(config: LoopedConfig, copies: int, seed: int, ids: torch.Ten
 
 
 def cosines(seed: int, config: LoopedConfig | None = None, copies: int = 64) -> dict:
-    """Of the increments of 64 passes through 12 layers without residual scaling, shared or not, at initialisation."""
+    """Return cosines of the increments of 64 passes through 12 layers, with shared weights and without, at
+    initialisation and without residual scaling."""
     config = config or paper_config()
     ids = random_tokens(config, 1, TOKENS, seed)
     with own_randomness(seed):
@@ -72,6 +73,6 @@ def cosines(seed: int, config: LoopedConfig | None = None, copies: int = 64) -> 
 
 
 def summary(found: dict) -> dict:
-    """Without the products; every eighth cosine is enough to draw."""
+    """Drop the products, and keep every eighth cosine, which is enough to draw."""
     few = [row[::8] for row in found["cosine"][::8]]
     return {"off_diagonal": found["off_diagonal"], "energy": found["energy"], "cosine_of_every_eighth": few}

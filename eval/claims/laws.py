@@ -12,7 +12,8 @@ RESTARTS = 50
 
 
 def laws(folder: Path) -> dict:
-    """Best depths and tokens of each budget, what looping gains, held-out errors, and forms over test depth."""
+    """Return the exponents of the best depths and tokens, the gains of looping at each budget, the exponents of the
+    training law, its held-out error, and the misfits of forms over test depth."""
     table = RunTable([row for run in sorted(folder.glob("*/final")) for row in collect(run.parent)], str(folder))
     trained = table.at_training_depth()
     budgets = budgets_of(trained)
@@ -31,7 +32,7 @@ def laws(folder: Path) -> dict:
 
 
 def said(measure) -> dict:
-    """Without what the runs do not allow to fit."""
+    """Return what `measure` returns, or an empty dict if the runs do not allow the fit."""
     try:
         return measure()
     except FitError:
@@ -39,7 +40,7 @@ def said(measure) -> dict:
 
 
 def gain(group: RunTable) -> float:
-    """Loss of the run without loops less the least of those with them."""
+    """Return the least loss of runs without loops minus the least of looped runs."""
     fixed = [row["loss"] for row in group.rows if is_fixed_depth(row)]
     return min(fixed) - min(row["loss"] for row in group.rows if not is_fixed_depth(row))
 
@@ -49,13 +50,13 @@ def exponents(table: RunTable) -> dict:
 
 
 def law(table: RunTable) -> dict | None:
-    """Exponents of effective parameters and tokens in the training law, of all budgets."""
+    """Return the exponents of effective parameters and tokens in the training law, fitted to all budgets."""
     result, _ = parametric(table, restarts=RESTARTS)
     return {name: result["coefficients"][name] for name in ("x", "y")} if result["converged"] else None
 
 
 def held_out_percent(known: RunTable, beyond: RunTable) -> float | None:
-    """Mean error of the training law, fitted to the smaller budgets, at the largest."""
+    """Fit the training law to the smaller budgets and return its mean error at the largest, in percent."""
     result, _ = parametric(known, beyond, restarts=RESTARTS)
     return result["held_out"]["mean_percent"] if "held_out" in result else None
 

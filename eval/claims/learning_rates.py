@@ -1,8 +1,8 @@
 """Figure 5 of the residual scaling paper: where the best learning rate lies over loops and layers.
 
-In four panels, a seed at a time; and from earlier measurements, whose shifts come with the interval of the parabolas
-that are fitted to the losses over rates and seeds. A shift is taken over the whole range of loops, or of layers, that
-a file has and the paper covers, and it is given for every value of the other.
+The four panels are measured one seed at a time. Claims on earlier measurements use the interval of the parabolas that
+are fitted to the losses over rates and seeds. A shift over loops covers the whole range of loops that both the file
+and the paper have, and is given for every number of layers; a shift over layers likewise for every number of loops.
 """
 
 import math
@@ -28,15 +28,15 @@ PANELS = "claims/best_rates"
 FOUR = "width 64, 320 words, 2, 4 and 8 layers, 1 to 8 loops, six rates, 100 steps of 512 tokens"
 PANEL = {"a": ("sqrt", 2), "b": ("linear", 2), "c": ("factored", 4), "d": ("factored", 8)}  # rule, layers
 LOOPS = (1, 2, 4, 8)
-LEARNT = 4.3  # nats; a run that ends above has learnt next to nothing (the paper leaves out what ends above 4)
-FEWEST_LEARNT = 3  # rates, as many as a parabola needs
+LEARNT = 4.3  # nats; a run that ends above it has learnt next to nothing (the paper leaves out runs that end above 4)
+FEWEST_LEARNT = 3  # rates; a parabola needs three points
 UNTRAINED = "under 1/sqrt(N) no seed has three rates that end below 4.3 at N = 8: it does not train"
 AT_EDGE = "a bound where a best rate is the last of the grid"
 BEST_RATES = Measurement("best_rates", commands_of("best_rates"), runs_of, SIX_SEEDS)
 
 
 def losses_over_rates(content: dict, panel: str, loops: int) -> dict[float, float]:
-    """Of the runs that ended."""
+    """Return rate -> loss of a panel at this number of loops; runs that collapsed are left out."""
     wanted = (*PANEL[panel], loops)
     of_run = ("model.residual_scaling", "model.num_core_layers", "model.num_loops")
     runs = [run for run in content["runs"] if tuple(run[name] for name in of_run) == wanted]
@@ -48,7 +48,7 @@ def rates_that_train(content: dict, panel: str, loops: int) -> list[float]:
 
 
 def best_of(content: dict, panel: str, loops: int) -> dict | None:
-    """The best rate and the least loss; None where too few rates train to tell a best one."""
+    """Return the best rate and the least loss; None where too few rates train to find a best one."""
     if len(rates_that_train(content, panel, loops)) < FEWEST_LEARNT:
         return None
     losses = losses_over_rates(content, panel, loops)
@@ -57,25 +57,25 @@ def best_of(content: dict, panel: str, loops: int) -> dict | None:
 
 
 def octaves(content: dict, first: tuple[str, int], other: tuple[str, int]) -> float | None:
-    """From the best rate of one curve, a panel at so many loops, to that of another."""
+    """Return the octaves from the best rate of one curve to that of another. A curve is (panel, loops)."""
     one, two = (best_of(content, *curve) for curve in (first, other))
     return math.log2(two["rate"] / one["rate"]) if one and two else None
 
 
 def more_under_root(content: dict, loops: int) -> float | None:
-    """Size of the shift from one loop to so many: under 1/sqrt(N) less that under 1/N."""
+    """Return the size of the shift from 1 loop to `loops` loops under 1/sqrt(N) minus that under 1/N."""
     root, linear = (octaves(content, (panel, 1), (panel, loops)) for panel in ("a", "b"))
     return None if root is None or linear is None else abs(root) - abs(linear)
 
 
 def less_at_8(content: dict) -> float | None:
-    """Least loss under 1/sqrt(N) less that under 1/N."""
+    """Return the least loss under 1/sqrt(N) minus that under 1/N, at 8 loops."""
     root, linear = (best_of(content, panel, 8) for panel in ("a", "b"))
     return root["loss"] - linear["loss"] if root and linear else None
 
 
 def narrower(content: dict, first: tuple[str, int], other: tuple[str, int]) -> float | None:
-    """Octaves from the highest rate that trains of one curve down to that of another."""
+    """Return the octaves from the highest rate that trains in one curve down to that in another."""
     one, two = (max(rates_that_train(content, *curve), default=None) for curve in (first, other))
     return math.log2(one / two) if one and two else None
 
@@ -139,7 +139,8 @@ def best(content: dict, rule: str, layers: int, loops: int) -> dict:
 
 
 def moved(rule: str, first: tuple[int, int], other: tuple[int, int]):
-    """Octaves from the best rate of one (layers, loops) to that of another; of one seed without an interval."""
+    """Return a function that gives the octaves from the best rate of one (layers, loops) to that of another. With one
+    seed the estimate has no interval."""
 
     def read(content: dict) -> Estimate | None:
         seeds = content["result"]["seeds"]
@@ -153,7 +154,7 @@ def moved(rule: str, first: tuple[int, int], other: tuple[int, int]):
 
 
 def gain_at_8(content: dict) -> Estimate:
-    """Of one seed."""
+    """Return the least loss under 1/sqrt(N) minus that under 1/N at 8 loops, of one seed."""
     root, linear = (best(content, rule, 1, 8)["loss"] for rule in ("sqrt", "linear"))
     return over_seeds([root - linear])
 

@@ -1,4 +1,4 @@
-"""The rows of all claims, as Markdown and as a page."""
+"""Write the rows of all claims as Markdown and as a page."""
 
 from collections import Counter
 from pathlib import Path
@@ -39,7 +39,7 @@ def ledger(papers: list[Paper], results: Path) -> list[Row]:
 
 
 def said(rows: list[Row]) -> str:
-    """Of what papers claim."""
+    """Count the verdicts on the claims of published papers, in a sentence."""
     counts = Counter(one.verdict for one in rows if one.paper.is_published)
     measured = sum(counts[verdict] for verdict in (AGREES, WEAKER, STRONGER, DISAGREES, OPEN))
     parts = [f"{counts[verdict]} {words}" for verdict, words in WORDS.items() if counts[verdict]]
@@ -55,19 +55,19 @@ def of_each_paper(rows: list[Row]) -> dict[str, list[Row]]:
 
 
 def summary(rows: list[Row]) -> Table:
-    """A line for each paper."""
+    """Return the counts of verdicts, one line per paper."""
     counts = {title: Counter(one.verdict for one in own) for title, own in of_each_paper(rows).items()}
     lines = [[title, *(str(found[verdict] or "") for verdict in VERDICTS)] for title, found in counts.items()]
     return Table(["", *VERDICTS], lines)
 
 
 def in_short(rows: list[Row]) -> str:
-    """A line for each paper."""
+    """Return a Markdown list with one line per paper."""
     return "\n".join(f"- {title}: {of_paper(own)}" for title, own in of_each_paper(rows).items())
 
 
 def of_paper(rows: list[Row]) -> str:
-    """What was measured of one paper, in a sentence."""
+    """Summarise the measured claims of one paper in a sentence."""
     measured = [one for one in rows if one.estimate and one.verdict != BY_CONSTRUCTION]
     parts = [f"{sum(one.verdict == AGREES for one in measured)} of {len(measured)} agree"]
     for verdict in (WEAKER, STRONGER, DISAGREES, OPEN):
@@ -85,7 +85,7 @@ def cells(one: Row) -> list[str]:
 
 
 def sources(rows: list[Row]) -> Table:
-    """Which command and commit made the numbers of a row."""
+    """Return the commands and commits that made the numbers of the rows."""
     found = {
         (f"{one.claim.source}.json", one.command, one.commit): None
         for one in rows
@@ -117,7 +117,7 @@ def sections(papers: list[Paper], rows: list[Row], results: Path) -> list[Sectio
 
 
 def write_ledger(papers: list[Paper], rows: list[Row], results: Path) -> list[Path]:
-    """CLAIMS.md, and a page with the curves."""
+    """Write CLAIMS.md and a page with the curves."""
     page = to_html("The papers' claims, measured again", sections(papers, rows, results), [said(rows)])
     written = {results / "CLAIMS.md": markdown(rows), results / "claims" / "index.html": page}
     for path, content in written.items():

@@ -1,4 +1,4 @@
-"""Measures what is missing, a seed of a measurement at a time, and keeps the numbers of those that are whole."""
+"""Run missing measurements, one seed at a time, and collect the numbers of seeds that are complete."""
 
 import json
 import subprocess
@@ -11,11 +11,11 @@ from looped_recipes.common.provenance import write_json
 from .definition import Measurement, Setting
 
 
-GRACE = 60  # seconds in which a training that is told to end saves its step
+GRACE = 60  # seconds that a terminated training has to save a checkpoint
 
 
 def run(measurements: list[Measurement], setting: Setting, minutes: float) -> list[str]:
-    """One seed of all, then the next, until the time is over. What is missing after it."""
+    """Run one seed of all measurements, then the next seed, until the time is over. Return what is still missing."""
     end = time.monotonic() + 60 * minutes
     missing = [(m, seed) for seed in seeds_of(measurements) for m in measurements if seed in m.seeds]
     missing = [(m, seed) for m, seed in missing if m.read(setting.of(m.name, seed)) is None]
@@ -34,7 +34,8 @@ def seeds_of(measurements: list[Measurement]) -> list[int]:
 
 
 def run_command(command: list[str], seconds: float) -> bool:
-    """Whether it ended by itself. A training that is told to end saves a checkpoint, from which it goes on."""
+    """Run a command and return whether it ended within the time. A training that is terminated saves a checkpoint, and
+    the next call resumes from there."""
     process = subprocess.Popen([sys.executable, "-m", *command])
     try:
         status = process.wait(seconds)
@@ -58,7 +59,8 @@ def stop(process: subprocess.Popen):
 
 
 def collect(measurements: list[Measurement], setting: Setting, results: Path) -> list[Path]:
-    """One JSON for each measurement of which a seed is whole. Seeds of earlier folders stay, and so do the rest."""
+    """Write one JSON for each measurement that has a complete seed. Seeds that are only in the JSON stay in it, and
+    the JSON of other measurements is not touched."""
     written = []
     for measurement in measurements:
         found = {str(seed): measurement.read(setting.of(measurement.name, seed)) for seed in measurement.seeds}
@@ -72,7 +74,7 @@ def collect(measurements: list[Measurement], setting: Setting, results: Path) ->
 
 
 def joined(made: dict, found: dict[str, dict], path: Path) -> dict:
-    """With the seeds that the file has and the folder has not."""
+    """Add the seeds that are in the file but not in the folder."""
     before = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"seeds": {}}
     kept = {seed: content for seed, content in before["seeds"].items() if seed not in found}
     if not kept:
@@ -88,7 +90,7 @@ def joined(made: dict, found: dict[str, dict], path: Path) -> dict:
 
 
 def provenance_of(measurement: Measurement, setting: Setting, made_by: list[dict]) -> dict:
-    """Where the numbers come from: the command that makes all of them, and what the runs themselves wrote."""
+    """Return the command that makes all numbers, with the commits, versions and hardware that the runs recorded."""
     reads_text = any(setting.text in part for command in measurement.commands(setting, 0) for part in command)
     text = f" --text {Path(setting.text).name}" if reads_text and setting.text != "embedded" else ""
     commits = list(dict.fromkeys(one["commit"] for one in made_by))

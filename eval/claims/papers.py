@@ -1,4 +1,4 @@
-"""All of them, in the order of the ledger."""
+"""All papers, in the order of the ledger."""
 
 from .depth import DEPTH
 from .fully_looped import FULLY_LOOPED

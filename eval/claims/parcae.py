@@ -17,8 +17,8 @@ SIZE = "width 96, 1 + 1 + 1 layers, mean depth 8, English text"
 RATES = f"{SIZE}, no prelude norm and no C, 100 steps, rates of 1e-3, 3e-3, 1e-2, 2e-2 and 3e-2"
 BASE, NORMED, DIAGONAL = ("pre", "concat"), ("residual_sandwich", "concat"), ("pre", "diagonal")
 NAMES = {BASE: "pre-norm RDM", NORMED: "RDM, normed residual", DIAGONAL: "diagonal injection"}
-PAPER_RATES = {"pre-norm RDM": 1.0, "RDM, normed residual": 2.0, "Parcae": 5.0}  # that train, of five, in table 2
-HIGHEST = {BASE: 2e-4, NORMED: 4e-4, DIAGONAL: 1e-3}  # rates that train in table 2, whose last is 1e-3
+PAPER_RATES = {"pre-norm RDM": 1.0, "RDM, normed residual": 2.0, "Parcae": 5.0}  # how many of table 2's 5 rates train
+HIGHEST = {BASE: 2e-4, NORMED: 4e-4, DIAGONAL: 1e-3}  # highest rates that train in table 2, where 1e-3 is the last
 
 
 # table 2 and figure 3
@@ -33,31 +33,31 @@ def trained_rates(content: dict, system: tuple[str, str]) -> int:
 
 
 def highest_rate(content: dict, system: tuple[str, str]) -> float | None:
-    """Of those that train."""
+    """Return the highest rate at which a system trains, or None."""
     rates = [run["optimizer.lr"] for run in of_system(content, system) if has_trained(run, content)]
     return max(rates, default=None)
 
 
 def octaves_above(content: dict, system: tuple[str, str]) -> float | None:
-    """From the highest rate at which this system trains to that of diagonal injection."""
+    """Return the octaves from the highest rate at which this system trains to that of diagonal injection."""
     ours, other = highest_rate(content, DIAGONAL), highest_rate(content, system)
     return math.log2(ours / other) if ours and other else None
 
 
 def largest_radius(content: dict) -> float | None:
-    """Of diagonal injection; None where a run ended before it was measured."""
+    """Return the largest radius of diagonal injection; None where a run ended before its radius was measured."""
     largest = max(run.get("spectral_radius") or math.inf for run in of_system(content, DIAGONAL))
     return largest if math.isfinite(largest) else None
 
 
 def radius_of_trained(content: dict) -> float | None:
-    """Of the pre-norm runs that trained, the largest; at their last measurement."""
+    """Return the largest radius, at the last measurement, of the pre-norm runs that trained."""
     radii = [run["spectral_radius"] for run in of_system(content, BASE) if has_trained(run, content)]
     return max(radii, default=None)
 
 
 def radius_beyond_one(content: dict) -> float | None:
-    """Of the pre-norm runs that did not train, the least; at their last measurement."""
+    """Return the least radius, at the last measurement, of the pre-norm runs that did not train, minus 1."""
     radii = [run.get("spectral_radius") for run in of_system(content, BASE) if not has_trained(run, content)]
     known = [radius - 1 for radius in radii if radius is not None]
     return min(known) if known else None

@@ -1,4 +1,5 @@
-"""How Parcae draws depths, and how many loops have gradients: tables 8 to 10, figures 10 and 14 to 16, in small."""
+"""Sampling of depths and the number of loops with gradients in Parcae: tables 8 to 10, figures 10 and 14 to 16, with
+small models."""
 
 import math
 from collections.abc import Callable
@@ -16,8 +17,8 @@ from .sweeps import commands_of, runs_of
 
 SAMPLING = "width 64, 1 + 1 + 1 layers, mean depth 8, English text, 2,000 steps of 1,024 tokens"
 GRADIENTS = "RDM of width 64, 1 + 1 + 1 layers, English text, 1,000 steps of 1,024 tokens"
-SPIKE = 0.5  # nats above the mean of the ten steps before
-LEAST_OF_DEPTH = 0.1  # nats that the first loop alone must be worse, where it matters which depths are trained
+SPIKE = 0.5  # nats above the mean loss of the ten steps before
+LEAST_OF_DEPTH = 0.1  # nats; a run uses its depth if its loss after one loop is this much above that after eight
 ALIKE = 0.005  # nats; the paper's curves are "almost identical"
 PLATEAU = 5.0  # %; the paper's curves "plateau"
 
@@ -27,14 +28,14 @@ def run_named(content: dict, name: str) -> dict:
 
 
 def loss_at(content: dict, name: str, depth: int) -> float:
-    """Infinite where the run diverged."""
+    """Return the loss of a run after `depth` loops, infinite if the run diverged."""
     run = run_named(content, name)
     loss = run["loss"] and run["loss_at"][str(depth)]
     return math.inf if loss is None else loss
 
 
 def less_at(depth: int, better: str, worse: str) -> Callable[[dict], float]:
-    """What the run `better` gains after `depth` loops."""
+    """Return a function that gives by how much the loss of `better` is below that of `worse` after `depth` loops."""
     return lambda content: loss_at(content, worse, depth) - loss_at(content, better, depth)
 
 
@@ -54,7 +55,8 @@ def spikes(records: list[dict]) -> int:
 
 
 def last_change(records: list[dict]) -> float:
-    """How far the last loop still moves the state, as a part of it: mean over the later half of training."""
+    """Return the norm of the last loop's change of the state over the norm of the state, in the second half of
+    training."""
     change, state = (series(records, name) for name in ("state_change", "residual_norm"))
     later = len(change) // 2
     return fmean(change[later:]) / fmean(state[later:])
@@ -71,17 +73,18 @@ def read_sampling(folder: Path) -> dict | None:
 
 
 def uses_depth(content: dict) -> bool:
-    """Whether a run of either kind is worse after one loop than after eight."""
+    """Return whether a run of either kind has a clearly higher loss after one loop than after eight."""
     return not all(less_at_depths(content, name, 1, 8) < LEAST_OF_DEPTH for name in PAPER_LOSSES)
 
 
 def where_depth_is_used(number: Callable[[dict], float]) -> Callable[[dict], Estimate | None]:
-    """None where no run of any seed uses its depth."""
+    """Return a function that estimates `number` over seeds; None where no run of any seed uses its depth."""
     return lambda content: each_seed(number)(content) if any(map(uses_depth, content["seeds"].values())) else None
 
 
 def fewer_spikes(content: dict) -> Estimate | None:
-    """With a depth for each sequence; None where no run of any seed has one."""
+    """Estimate how many spikes fewer a run has with a depth for each sequence than with one for each step; None where
+    no run of any seed has a spike."""
     seeds = content["seeds"].values()
     if not any(found["spikes"][name] for found in seeds for name in PAPER_LOSSES):
         return None
@@ -89,18 +92,19 @@ def fewer_spikes(content: dict) -> Estimate | None:
 
 
 def nearer_to_fixed_point(content: dict) -> float | None:
-    """Logarithm to base 10; None of seeds that were measured without it."""
+    """Return log10 of the last loop's change with a depth for each step over that with a depth for each sequence; None
+    for seeds that were measured without this number."""
     changes = content.get("last_change")
     return math.log10(changes["step"] / changes["sequence"]) if changes else None
 
 
 def percent_beyond_mean(content: dict) -> float:
-    """What the loops from the mean depth to twice of it lower the loss by, of what those before it do."""
+    """Return how much loops 9 to 16, beyond the mean depth, lower the loss, in percent of what loops 2 to 8 do."""
     return 100 * less_at_depths(content, "sequence", 8, 16) / less_at_depths(content, "sequence", 1, 8)
 
 
 def less_at_depths(content: dict, name: str, shallow: int, deep: int) -> float:
-    """What the run `name` gains by more loops."""
+    """Return by how much the loss of a run after `deep` loops is below that after `shallow` loops."""
     return loss_at(content, name, shallow) - loss_at(content, name, deep)
 
 
@@ -161,11 +165,13 @@ def sampling_claims() -> list[Claim]:
 
 
 MEANS = {4: 2.477, 8: 2.453, 20: 2.457, 32: 2.458}  # losses of table 9
-WITH_GRADIENTS = {"mean_20": (4, 2.500), "gradients_8": (8, 2.480), "gradients_12": (12, 2.474)}  # of table 10
+# table 10: run -> (loops with gradients, loss)
+WITH_GRADIENTS = {"mean_20": (4, 2.500), "gradients_8": (8, 2.480), "gradients_12": (12, 2.474)}
 
 
 def less_of_own(better: str, worse: str) -> Callable[[dict], float]:
-    """What the run `better` gains where each runs as deep as it was trained on average."""
+    """Return a function that gives by how much the loss of `better` is below that of `worse`, each at its own mean
+    depth."""
 
     def number(content: dict) -> float:
         losses = losses_by_name(content)
@@ -175,7 +181,7 @@ def less_of_own(better: str, worse: str) -> Callable[[dict], float]:
 
 
 def percent_left(content: dict, name: str) -> float:
-    """After the fourth loop, of what loops gain until the 64th."""
+    """Return the part of the gain of 64 loops that comes after the fourth loop, in percent."""
     return 100 * less_at_depths(content, name, 4, 64) / less_at_depths(content, name, 1, 64)
 
 

@@ -1,4 +1,4 @@
-"""Parcae beside Transformers, and its scaling laws: table 5, figures 4 to 8, tables 12 and 13, in small."""
+"""Parcae beside Transformers, and its scaling laws: table 5, figures 4 to 8, tables 12 and 13, with small models."""
 
 import math
 from functools import partial
@@ -19,7 +19,7 @@ EPOCH = "1 + 1 + 1 layers, mean depth 8, English text, 6,000 steps of 1,024 toke
 BUDGETS = "width 64, 1 + 1 + 1 layers, budgets of 2.5e11, 5e11 and 1e12 operations, mean depths 2 to 12"
 
 MISFITS = {"exponential": 2.52, "shifted_power": 5.42, "power": 11.11, "power_without_floor": 112.89}  # table 12, 140M
-FLOOR = 0.16  # %, of 140M in table 13
+FLOOR = 0.16  # % between the floor and the loss at the mean depth, 140M, table 13
 DELTA = 1e-3  # of the Huber loss
 WITHOUT_EXPONENTS = {
     "exponents": "at every budget in every seed the loss rises with mean depth, so there is no best depth to fit",
@@ -31,13 +31,13 @@ WITHOUT_EXPONENTS = {
 
 
 def less_perplexity(content: dict, width: int) -> float:
-    """In percent of the Transformer's."""
+    """Return by how many percent Parcae's perplexity is below the Transformer's at a width."""
     losses = losses_by_name(content)
     return 100 * (1 - math.exp(losses[f"parcae_{width}"] - losses[f"transformer_{width}"]))
 
 
 def size_claims() -> list[Claim]:
-    """Beside the paper's smallest, 140M, since ours are smaller."""
+    """Compare with the paper's smallest model, 140M, because ours are smaller than all of its models."""
     return [
         Claim(
             "table 5",
@@ -53,7 +53,7 @@ def size_claims() -> list[Claim]:
 
 
 def size_charts(content: dict) -> list[Chart]:
-    """Of the two larger widths, which are measured together."""
+    """Draw the two larger widths, which are measured together."""
     points = [(width, each_seed(partial(less_perplexity, width=width))(content).value) for width in WIDTHS[1:]]
     paper = list(PAPER_GAINS.items())
     return [
@@ -70,19 +70,22 @@ def read_laws(folder: Path) -> dict | None:
 
 
 def over_exponential(content: dict, form: str) -> float | None:
-    """Logarithm to base 10, of the misfits over test depth."""
+    """Return log10 of the misfit of a form over that of the exponential, on curves over test depth."""
     misfits = content.get("misfits", {})
     other, exponential = misfits.get(form), misfits.get("exponential")
     return math.log10(other / exponential) if other and exponential else None
 
 
 def percent_of_misfit(huber: float) -> float:
-    """The error of a loss, in percent, that has this Huber loss of logarithms."""
+    """Return the error of a loss, in percent, whose Huber loss between logarithms is `huber`."""
     return 100 * (math.sqrt(2 * huber) if huber <= DELTA**2 / 2 else huber / DELTA + DELTA / 2)
 
 
 def floor_percent(content: dict) -> float | None:
-    """None where the curves are so flat that a law without a floor comes as near to them as the paper's floor."""
+    """Return how far the fitted floor is from the loss at the mean depth, in percent.
+
+    None where the curves are so flat that a law without a floor is as near to them as the paper's floor is.
+    """
     without_floor = content.get("misfits", {}).get("power_without_floor")
     if without_floor is None or percent_of_misfit(without_floor) <= FLOOR:
         return None
@@ -129,7 +132,7 @@ def law_claims() -> list[Claim]:
 
 
 def law_charts(content: dict) -> list[Chart]:
-    """Of the first seed: the loss over mean depth at each budget."""
+    """Draw the loss of the first seed over mean depth, a line for each budget."""
     runs = sorted(next(iter(content["seeds"].values()))["runs"], key=lambda run: (run["flops"], run["mean_depth"]))
     by_budget: dict[str, list[tuple[float, float]]] = {}
     for run in runs:

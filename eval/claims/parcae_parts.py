@@ -1,4 +1,5 @@
-"""What each part of Parcae is good for, and all beside a recurrent-depth model: tables 3 and 4, figures 23 and 24."""
+"""The gain of each part of Parcae, and of all parts over a recurrent-depth model (RDM): tables 3 and 4, figures 23 and
+24."""
 
 import math
 from statistics import fmean
@@ -13,7 +14,7 @@ from .sweeps import commands_of, has_trained, read_with_frequencies, runs_of
 
 PARTS = "width 64, 1 + 1 + 1 layers, mean depth 8, English text, 2,000 steps of 1,024 tokens, rate 8e-3"
 BESIDE_RDM = "width 64, 1 + 1 + 1 layers, mean depth 8, English text, 1,500 steps of 1,024 tokens"
-NAMES = {  # of runs: each has what the one before it has
+NAMES = {  # run -> label; each run adds one part to the run before it
     "rdm": "RDM",
     "constrained": "constrained A",
     "sequence": "a depth for each sequence",
@@ -24,12 +25,12 @@ PAPER_LOSSES = {  # table 4, by loops
     "sequence": {1: 3.38, 4: 3.01, 8: 2.98},
     "prelude_norm": {1: 3.28, 4: 2.97, 8: 2.95},
 }
-ALIKE = 0.02  # nats; the paper's 0.01 is the last digit that it prints
+ALIKE = 0.02  # nats; the paper's difference, 0.01, is one unit of its last printed digit
 PAPER_GAIN = 100 * (1 - 13.59 / 14.23)  # % of perplexity, 100M, table 3
 
 
 def failures(name: str):
-    """Of all seeds of a run."""
+    """Return a function that gives the share of seeds in which a run does not train."""
 
     def read(content: dict) -> Estimate:
         seeds = list(content["seeds"].values())
@@ -39,7 +40,7 @@ def failures(name: str):
 
 
 def of_state(run: dict) -> float:
-    """The largest norm over loops, at the last measurement."""
+    """Return the largest norm of the state over loops, at the last measurement."""
     return max((value for key, value in run.items() if key.startswith("residual_norm/")), default=math.nan)
 
 
@@ -90,12 +91,12 @@ def part_charts(content: dict) -> list[Chart]:
 
 
 def of_injection(found: dict, injection: str) -> dict[float, float]:
-    """Losses by rate."""
+    """Return rate -> loss of the runs with this injection."""
     return {run["optimizer.lr"]: loss_of(run) for run in found["runs"] if run["model.injection"] == injection}
 
 
 def less_perplexity(content: dict) -> Estimate | None:
-    """Than the RDM, in percent, at the rate at which that is best in the mean over seeds."""
+    """Estimate by how many percent Parcae's perplexity is below the RDM's, at the rate that is best for the RDM."""
     rates = [of_injection(found, "concat") for found in content["seeds"].values()]
     best = min(rates[0], key=lambda rate: fmean(losses[rate] for losses in rates))
 

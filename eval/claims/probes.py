@@ -1,5 +1,5 @@
-"""What readouts see of the state's scale, how it grows, and what depth and halting are worth, of the models of table 2
-(readout.py)."""
+"""Probes of the models of table 2 (readout.py): what readouts see of the state's scale, how the scale grows, and what
+depth and halting are worth."""
 
 from pathlib import Path
 
@@ -23,13 +23,13 @@ from .slope import slope
 
 
 ROWS, LENGTH = 32, 64  # of held-out text
-HALTED_ROWS, BUDGET = 160, 0.01  # sequences to calibrate on, and as many others to measure on, as in appendix H
+HALTED_ROWS, BUDGET = 160, 0.01  # as in appendix H; 160 sequences for calibration and 160 others for the measurement
 DEEPEST = 8  # twice the trained depth, as in figure 7
 FAR = 30  # loops, as in figure 3
 
 
 def probes(runs: dict[str, Path]) -> dict:
-    """Of trained runs by name."""
+    """Measure trained runs. runs: name -> folder; the result has the same names."""
     found = {}
     for name, run in runs.items():
         model = LoopedForCausalLM.from_pretrained(run / "final").eval()
@@ -53,8 +53,8 @@ def probes(runs: dict[str, Path]) -> dict:
 
 
 def growth(model, batch: dict) -> dict:
-    """Figure 3, table 12: the growth of scale that the radial update foretells, and how far that and the leading order
-    of the turn are from what is measured, as parts of it."""
+    """Return the growth of scale per loop that the radial update predicts, its relative error against the measured
+    growth, and the relative error of the leading order of the turn (figure 3, table 12)."""
     found = update_decomposition(model, batch, num_loops=FAR)
     table, increment = found["table"], found["table"]["measured_increment"]
     settled = slice(SETTLED - 1, None)
@@ -67,8 +67,8 @@ def growth(model, batch: dict) -> dict:
 
 
 def future_slope(model, batch: dict) -> float | None:
-    """Equation 4: exponent of the scale in what the loss one loop later says of it, once the scale grows evenly; None
-    where a norm between loops holds it."""
+    """Return the exponent with which the derivatives of the loss one loop later by log scale depend on the scale
+    (equation 4), over loops where it grows evenly; None where a norm between loops keeps it constant."""
     found = future_signal(model, batch, num_loops=FAR, horizon=1)
     settled = slice(SETTLED - 1, FAR - 1)
     scales = found["scale"][settled]
@@ -76,7 +76,10 @@ def future_slope(model, batch: dict) -> float | None:
 
 
 def halting(model, run: Path, rows: int = HALTED_ROWS) -> dict:
-    """Sequences that stop at a margin of logits, calibrated to cost 1 % of perplexity, on others (appendix H)."""
+    """Return the mean loops and the perplexity ratio of sequences that exit at a margin of logits (appendix H).
+
+    The margin is calibrated on other sequences, to cost 1 % of perplexity.
+    """
     drawn = held_out_rows(run, 2 * rows, LENGTH + 1, seed=0)[0]
     loops = model.trained_depth
     known, asked = (measure(model, part, loops, ["logit_margin"], 32).sequences() for part in drawn.chunk(2))

@@ -34,7 +34,7 @@ from .rules import AtMost, Effect
 from .sweeps import commands_of, runs_of
 
 
-# frequencies: of the same text and tokens; the first is also that of claims/rates.json
+# frequencies: loss of the token frequencies of the same text and tokens; that of SHORT is also in claims/rates.json
 SHORT = Trained("claims/core", "400", "width 96, 2 layers, 4 loops, 400 steps of 1,024 tokens", frequencies=6.606)
 LONG = Trained(
     "claims/table_2",
@@ -44,10 +44,10 @@ LONG = Trained(
 )
 LONG_REST = LONG._replace(source="claims/table_2_rest")
 SYSTEMS = ("terminal_rmsnorm", "terminal_raw", "per_loop_rmsnorm", "per_loop_raw", "per_loop_penalty")
-ADDED = ("per_loop_final_only", "terminal_penalty", "exit_weighted", "damping")  # later: earlier seeds lack them
+ADDED = ("per_loop_final_only", "terminal_penalty", "exit_weighted", "damping")  # added later: earlier seeds lack them
 PAPER_NORMS = dict(zip(SYSTEMS + ADDED, (5674, 15, 39207, 44, 17, 57, 21, 6470, 2432)))  # table 2, appendix G, 44M
 PAPER_PERPLEXITY = dict(zip(SYSTEMS + ADDED, (5.40, 5.30, 6.04, 5.38, 5.44, 5.42, 5.28)))
-NEXT_TO_NOTHING = 0.01  # nats: 1 % of perplexity, which is what the paper lets halting cost
+NEXT_TO_NOTHING = 0.01  # nats: 1 % of perplexity, the cost that the paper allows halting
 
 
 # the probes
@@ -97,8 +97,8 @@ def of_table_2(trained: Trained) -> list[Claim]:
 
 
 def of_depth(trained: Trained) -> list[Claim]:
-    """Figures 1 and 4, tables 5, 11 and 14. What table 5 has at 4 loops is the loss of table 2, and what table 14 has
-    at 1 that of table 11, so neither has a row of its own."""
+    """Figures 1 and 4, tables 5, 11 and 14. Table 5 at 4 loops repeats the loss of table 2, and table 14 at 1 loop
+    repeats that of table 11, so these have no separate claims."""
     claim = trained.claim
     raw, normed = "per_loop_raw", "per_loop_rmsnorm"
     return [
@@ -135,7 +135,7 @@ def of_depth(trained: Trained) -> list[Claim]:
 
 
 def of_the_mechanism(trained: Trained) -> list[Claim]:
-    """Tables 3, 10 and 12, and figure 6, which is figure 5 with models trained for it."""
+    """Tables 3, 10 and 12, and figure 6, which repeats figure 5 with models trained with each readout."""
     claim, ours = trained.claim, "with a loss at every loop (the paper's 44M)"
     raw, normed = "per_loop_raw", "per_loop_rmsnorm"
     growth = "growth_per_loop"
@@ -178,7 +178,8 @@ def of_the_mechanism(trained: Trained) -> list[Claim]:
 
 
 def of_the_clamp(trained: Trained, kind: str, system: str, ratio: float, cost: float) -> list[Claim]:
-    """Table 4: what it takes away, without which what it costs says nothing, and what it costs."""
+    """Table 4: the part of the norm that the clamp removes, and the cost of the clamp. The cost is meaningful only if
+    the removed part is large."""
     part = 1 - ratio
     return [
         trained.claim(
@@ -205,7 +206,7 @@ def halting_claim(trained: Trained, name: str, system: str, mean: float) -> Clai
 
 
 def about_four(trained: Trained) -> list[Claim]:
-    """Loss at the last loop or at every one, through a normed readout or a raw one."""
+    """Claims on four systems: loss at the last loop or at every loop, through a normed or a raw readout."""
     return [
         *of_table_2(trained),
         *of_depth(trained),
@@ -224,7 +225,7 @@ def about_four(trained: Trained) -> list[Claim]:
 
 
 def about_others(trained: Trained) -> list[Claim]:
-    """What is tried against the drift: the rest of table 2, tables 3, 4, 5 and 13."""
+    """Claims on remedies against the drift: the rest of table 2, tables 3, 4, 5 and 13."""
     claim, hybrid = trained.claim, "per_loop_final_only"
     halted = ("per_loop_rmsnorm", "per_loop_raw", hybrid, "per_loop_penalty")
     return [
@@ -268,7 +269,7 @@ def about_appendix_g(trained: Trained) -> list[Claim]:
 
 
 def of_the_far_loops(trained: Trained) -> list[Claim]:
-    """Figure 3 and equation 4, where the scale has grown large behind a normed readout with a loss at every loop."""
+    """Figure 3 and equation 4: loops whose scale has grown large, with a normed readout and a loss at every loop."""
     system = "per_loop_rmsnorm"
 
     def claim(where: str, says: str, number: str, key: str, rule) -> Claim:
@@ -324,7 +325,7 @@ READOUT = Paper(
         Measurement("table_2", commands_of("table_2", "probes", "frequencies"), read, SIX_SEEDS),
         Measurement("table_2_rest", commands_of("table_2_rest", "probes", "frequencies"), read, SIX_SEEDS, "table_2"),
     ],
-    [  # each at the longer training, if that has its models
+    [  # each claim uses the longer training if that has its models
         *about_four(LONG),
         *about_others(LONG_REST),
         *about_appendix_g(SHORT),

@@ -1,4 +1,5 @@
-"""How the claims of the readout blind spot are read from runs and probes: every number is of one seed's content."""
+"""Numbers for the claims of the readout blind spot, read from runs and probes. Each is read from the content of one
+seed."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -12,19 +13,19 @@ Number = Callable[[dict], float]  # KeyError where the seed has no such number
 
 
 class Trained(NamedTuple):
-    """How the models were trained whose numbers a claim reads."""
+    """The training of the models whose numbers a claim reads."""
 
     source: str
     steps: str
     size: str
-    frequencies: float  # loss of predicting tokens by how often they come (frequencies.py), where the JSON lacks it
+    frequencies: float  # loss of the token frequencies (frequencies.py), for runs of the JSON that lack this loss
 
     def claim(self, where: str, says: str, number: str, read: Number, rule: Rule, **more) -> Claim:
         return Claim(where, says, number, self.size, self.source, self.over_seeds(read), rule, **more)
 
     def over_seeds(self, number: Number) -> Callable[[dict], Estimate | None]:
-        """Over the seeds that have what it reads: earlier ones have fewer systems and probes, a model that learnt
-        nothing is left out, and the state of a run that diverged has neither norm nor probe."""
+        """Return a function that estimates `number` over the seeds that have it. Earlier seeds have fewer systems and
+        probes, models that learnt nothing are left out, and a diverged run has neither norm nor probe."""
 
         def read(content: dict) -> float | None:
             try:
@@ -36,7 +37,7 @@ class Trained(NamedTuple):
 
 
 def learnt(runs: Iterable[dict], frequencies: float) -> list[dict]:
-    """Without those that learnt no more than how often tokens come. What diverged stays: its loss is infinite."""
+    """Drop runs that learnt no more than token frequencies. Diverged runs stay: their loss counts as infinite."""
 
     def bound(run: dict) -> float:
         return run.get("loss_of_frequencies", frequencies) - BETTER_THAN_FREQUENCIES
@@ -45,12 +46,12 @@ def learnt(runs: Iterable[dict], frequencies: float) -> list[dict]:
 
 
 def run_of(content: dict, system: str) -> dict:
-    """KeyError where it was not trained."""
+    """Return the run of a system; KeyError if it was not trained."""
     return {run["model.preset"]: run for run in content["runs"]}[f"readout_{system}"]
 
 
 def sound_run_of(content: dict, system: str) -> dict:
-    """KeyError where it diverged, too."""
+    """Return the run of a system; KeyError if it was not trained or diverged."""
     run = run_of(content, system)
     if run["loss"] is None:
         raise KeyError(system)
@@ -62,33 +63,33 @@ def norm(content: dict, system: str) -> float:
 
 
 def norm_ratio(first: str, second: str) -> Number:
-    """As a logarithm to base 10."""
+    """Log10 of the ratio of two systems' norms."""
     return lambda content: math.log10(norm(content, first) / norm(content, second))
 
 
 def loss_more(first: str, second: str, depth: int = 4) -> Number:
-    """After 4 loops, which are the trained depth, or fewer."""
+    """Loss of the first system minus that of the second, after 4 loops (the trained depth) or fewer."""
     return lambda content: loss_at(content, first, depth) - loss_at(content, second, depth)
 
 
 def loss_at(content: dict, system: str, depth: int = 4) -> float:
-    """Infinite where the run diverged."""
+    """Return the loss of a system after `depth` loops, infinite if the run diverged."""
     run = run_of(content, system)
     return loss_of(run) if depth == 4 or run["loss"] is None else run["loss_at"][str(depth)]
 
 
 def least_loss_more(first: str, second: str) -> Number:
-    """The least over 1 to 4 loops."""
+    """Loss of the first system minus that of the second, at the depth from 1 to 4 where this is least."""
     return lambda content: min(loss_more(first, second, depth)(content) for depth in range(1, 5))
 
 
 def gap(system: str, depth: int = 1) -> Number:
-    """CE(1) - CE(4), or of another depth."""
+    """CE(depth) - CE(4)."""
     return lambda content: loss_at(content, system, depth) - loss_at(content, system)
 
 
 def gap_beyond(system: str, other: str) -> Number:
-    """What loops gain beyond what the loss of another system changes over them, to either side."""
+    """CE(1) - CE(4) of a system minus the absolute value of that of another system."""
     return lambda content: gap(system)(content) - abs(gap(other)(content))
 
 
@@ -97,32 +98,32 @@ def probe(content: dict, system: str, name: str):
 
 
 def probe_ratio(name: str, above: str, below: str) -> Number:
-    """Of sizes, as a logarithm to base 10."""
+    """Log10 of the ratio of the absolute values of a probe in two systems."""
     return lambda content: math.log10(abs(probe(content, above, name) / probe(content, below, name)))
 
 
 def mean_over_median(system: str) -> Number:
-    """Of the norms of tokens."""
+    """Mean of the tokens' norms over their median."""
     return lambda content: probe(content, system, "mean_over_median_norm")
 
 
 def logarithm(number: Number) -> Number:
-    """To base 10."""
+    """Log10 of a number."""
     return lambda content: math.log10(number(content))
 
 
 def clamp_cost(system: str) -> Number:
-    """What the loss changes, to either side."""
+    """Absolute change of the loss by the clamp."""
     return lambda content: abs(probe(content, system, "clamp_cost"))
 
 
 def part_clamped(system: str) -> Number:
-    """Of the norm."""
+    """Part of the norm that the clamp removes."""
     return lambda content: 1 - probe(content, system, "clamp_norm_ratio")
 
 
 def radial_fractions_of_loops(system: str) -> Number:
-    """After the first loop over that after the last, as a logarithm to base 10."""
+    """Log10 of the radial fraction after the first loop over that after the last."""
     first, last = "radial_fraction_of_first", "radial_fraction"
     return lambda content: math.log10(probe(content, system, first) / probe(content, system, last))
 
@@ -136,7 +137,7 @@ def more_halting_loops(first: str, second: str) -> Number:
 
 
 def most_that_halting_costs(systems: Iterable[str]) -> Number:
-    """Of perplexity, in percent."""
+    """Largest cost of halting among these systems, in percent of perplexity."""
 
     def most(content: dict) -> float:
         return max(100 * (probe(content, system, "halting")["perplexity_ratio"] - 1) for system in systems)
@@ -145,7 +146,7 @@ def most_that_halting_costs(systems: Iterable[str]) -> Number:
 
 
 def change_beyond_trained_depth(system: str) -> Number:
-    """Of the loss, from 4 loops to 8, to either side."""
+    """Absolute change of the loss from 4 loops to 8."""
 
     def change(content: dict) -> float:
         losses = probe(content, system, "loss_by_loop")

@@ -33,13 +33,13 @@ def of_rule(rule: str, number: str) -> Callable[[dict], Estimate | None]:
 
 
 def doublings_until(content: dict, loops: int) -> float:
-    """Of the change by the first step under eps = 1/N, from one loop to so many."""
+    """Return log2 of the change of h_N by the first step with `loops` loops over that with one, under eps = 1/N."""
     at = dict(zip(content["loops"], content["rules"]["linear"]["update"]))
     return math.log2(at[loops] / at[1])
 
 
 def farthest_step(content: dict, rule: str) -> Estimate | None:
-    """The exponent of the step at which it is farthest from the paper's."""
+    """Estimate the exponent at the step where it is farthest from the paper's."""
     result = content["result"]
     fits = [power_law(result["loops"], step) for step in result["looped"][rule]["update"]]
     if any(fit["slope"] is None for fit in fits):
@@ -49,7 +49,8 @@ def farthest_step(content: dict, rule: str) -> Estimate | None:
 
 
 def widest_step(content: dict) -> Estimate:
-    """The largest change over N over the smallest, at the step where that is most; the seeds' mean alone is known."""
+    """Return the ratio of the largest to the smallest change over all N, at the step where this ratio is largest. Only
+    means over seeds are kept, so there is no interval."""
     result = content["result"]
     ranges = [max(step) / min(step) for step in result["looped"]["linear"]["update"]]
     return Estimate(max(ranges), None, None, result["seeds"])
@@ -137,7 +138,8 @@ def off_diagonal(arrangement: str, which: str) -> Callable[[dict], float]:
 
 
 def largest_of_mean(content: dict) -> Estimate:
-    """Of the matrix averaged over seeds, either sign; one number, since an average of fewer seeds has larger ones."""
+    """Return the largest cosine, by absolute value, of the matrix averaged over seeds. It has no interval, because
+    averages of fewer seeds have larger cosines."""
     matrices = [found["unshared"]["cosine_of_every_eighth"] for found in content["seeds"].values()]
     means = [fmean(one[i][j] for one in matrices) for i in range(len(matrices[0])) for j in range(i)]
     return Estimate(max(map(abs, means)), None, None, len(matrices))
@@ -169,14 +171,14 @@ def cosine_claims() -> list[Claim]:
 
 
 def growth_without_bound(content: dict) -> Estimate | None:
-    """Exponent of R over N, shared weights, eps = 1/sqrt(N)."""
+    """Estimate the exponent of R over N with shared weights and eps = 1/sqrt(N)."""
     result = content["result"]
     return with_interval_of_fit(result["arrangements"]["shared"]["alpha=0.5"]["slope_of_R"]["all"], result["seeds"])
 
 
 def theorem_claims() -> list[Claim]:
-    """With eps = 1/N the sum over loops is N times the way of a differential equation, whatever the shared block is,
-    and of independent ones the expected squared norms add: these exponents are by construction."""
+    """Some exponents hold by construction: with eps = 1/N and a shared block, whatever it is, the sum over loops is N
+    times the displacement of a differential equation; for independent blocks expected squared norms add."""
     of_first, of_third = "width 512, N = 1 to 64, eps = 1/N", "width 128, eps = 1/(N sqrt L)"
     of_half = "width 256, N = 1 to 64; the mean of ten seeds"
 
@@ -209,7 +211,7 @@ def theorem_claims() -> list[Claim]:
 
 
 def slope_after_steps(content: dict, rule: str) -> float | None:
-    """None where a run ended before its norm was measured."""
+    """Return the slope of log R on log N; None where a run ended before its norm was measured."""
     runs = [run for run in content["runs"] if run["model.residual_scaling"] == rule]
     loops = [run["model.num_loops"] for run in runs]
     norms = [run.get(f"residual_norm/loop_{n}") for n, run in zip(loops, runs)]
@@ -217,7 +219,7 @@ def slope_after_steps(content: dict, rule: str) -> float | None:
 
 
 def slope_of_unshared(content: dict, rule: str) -> Estimate | None:
-    """After ten steps."""
+    """Estimate the slope of log R on log L of independent layers after ten steps."""
     result = content["result"]
     return with_interval_of_fit(result["unshared"][rule]["slope"]["last_step"], result["seeds"])
 

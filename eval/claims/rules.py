@@ -1,6 +1,6 @@
-"""Estimates over seeds, and the rules by which they are compared with what a paper says.
+"""Estimates over seeds, and the rules that compare them with the claims of a paper.
 
-A rule sees the whole 95 % interval, never the mean alone, so one seed decides nothing: its verdict is `open`.
+A rule sees the whole 95 % interval, never the mean alone. A single seed has no interval, so its verdict is `open`.
 """
 
 import math
@@ -32,11 +32,11 @@ class Estimate(NamedTuple):
 
 
 def over_seeds(values: Iterable[float]) -> Estimate:
-    """The mean over seeds with Student's interval.
+    """Return the mean over seeds with Student's interval.
 
-    Where some values are infinite, since runs collapsed, it is the median instead, with an interval from the least to
-    the greatest value. It holds the median of all possible seeds with a probability of 1 - 2^(1 - n), which reaches
-    the level with six seeds; with fewer the interval is unbounded, unless all seeds give the same value.
+    Where some values are infinite because runs collapsed, return the median instead, with an interval from the least
+    to the greatest value. This interval contains the median of all possible seeds with a probability of 1 - 2^(1 - n),
+    which reaches LEVEL with six seeds. With fewer seeds it is unbounded, unless all seeds give the same value.
     """
     values = list(values)
     if len(values) > 1 and not all(map(math.isfinite, values)):
@@ -52,12 +52,12 @@ def over_seeds(values: Iterable[float]) -> Estimate:
 
 
 def students_reach(standard_error: float, degrees: int) -> float:
-    """From a number to either end of its interval."""
+    """Return the distance from an estimate to either end of its interval."""
     return float(student.ppf((1 + LEVEL) / 2, degrees)) * standard_error
 
 
 def share(count: int, of: int) -> Estimate:
-    """Of runs that do something, with the exact interval of Clopper and Pearson."""
+    """Return the share count / of of runs, with the exact interval of Clopper and Pearson."""
     tail = (1 - LEVEL) / 2
     low = float(beta.ppf(tail, count, of - count + 1)) if count else 0.0
     high = float(beta.ppf(1 - tail, count + 1, of - count)) if count < of else 1.0
@@ -77,7 +77,7 @@ def verdict(rule: Rule, estimate: Estimate) -> str:
 
 @dataclass(frozen=True)
 class Near:
-    """A number of the paper, such as an exponent, and how far ours may lie from it."""
+    """A number of the paper, such as an exponent, and the largest distance from it at which ours agrees."""
 
     published: float
     within: float
@@ -87,8 +87,8 @@ class Near:
         return f"{self.published:g} ± {self.within:g}"
 
     def judge(self, low: float, high: float) -> str:
-        """Agrees: the interval lies inside the band. Outside, it is weaker where it has the paper's sign and less of
-        its size."""
+        """Agree if the interval is inside the band, open if it only overlaps the band. Outside the band, weaker if the
+        interval has the paper's sign and is nearer to 0; else disagree."""
         least, most = self.published - self.within, self.published + self.within
         if least <= low and high <= most:
             return AGREES
@@ -99,8 +99,8 @@ class Near:
 
 @dataclass(frozen=True)
 class Effect:
-    """A difference above 0, which agrees with the paper's size from half of it to twice; without a size, its sign
-    alone counts."""
+    """A difference above 0. It agrees from half to twice the paper's size; if the paper gives no size, only the sign
+    counts."""
 
     published: float | None = None
 
@@ -109,7 +109,7 @@ class Effect:
         return "above 0" if self.published is None else f"{self.published:.3g}"
 
     def judge(self, low: float, high: float) -> str:
-        """Disagrees: the interval reaches down to 0 and not up to half of the paper's size."""
+        """Disagree if the interval reaches down to 0 but not up to half of the paper's size."""
         least = (self.published or 0.0) / 2
         if low <= 0:
             return DISAGREES if high < least or high <= 0 else OPEN
@@ -120,7 +120,7 @@ class Effect:
 
 @dataclass(frozen=True)
 class Differs:
-    """A difference of which the paper says neither sign nor size."""
+    """A difference whose sign and size the paper does not state."""
 
     @property
     def words(self) -> str:
@@ -132,7 +132,7 @@ class Differs:
 
 @dataclass(frozen=True)
 class AtMost:
-    """A bound, which is the paper's own, or ours beside the number that it has."""
+    """An upper bound: the paper's own, or ours, with the paper's number (`published`) beside it."""
 
     bound: float
     published: float | None = None

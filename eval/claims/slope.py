@@ -1,4 +1,4 @@
-"""An exponent as a number by itself, or with the interval of its fit."""
+"""Exponents of power laws, as bare numbers or with the interval of their fit."""
 
 from collections.abc import Sequence
 
@@ -8,12 +8,15 @@ from .rules import Estimate, students_reach
 
 
 def slope(x: Sequence[float], y: Sequence[float]) -> float | None:
-    """Of log y on log x, least squares; None where a value is no number above 0."""
+    """Return the least-squares slope of log y on log x; None where a value is not a number above 0."""
     return power_law(list(x), list(y))["slope"]
 
 
 def with_interval_of_fit(found: dict, seeds: int) -> Estimate | None:
-    """Student's, of a straight line through the logarithms: what `power_law` gives, for a mean of so many seeds."""
+    """Return the slope in `found`, a result of `power_law`, with Student's interval of a line through the logarithms.
+
+    seeds: number of seeds whose mean was fitted.
+    """
     if found["slope"] is None:
         return None
     reach = students_reach(found["standard_error"], found["points"] - 2)

@@ -15,13 +15,16 @@ KEPT = ("spectral_radius", "residual_norm/", "state_norm/")
 
 
 def by_sweep(sweep: str, folder: Path, text: str, seed: int) -> list[str]:
-    """The command that runs it."""
+    """Return the command that runs the sweep."""
     settings = [f"data.source={text}", f"training.seed={seed}", f"training.output_dir={folder}"]
     return ["looped_recipes.sweep", f"claims/{sweep}.sweep.yaml", *settings]
 
 
 def commands_of(sweep: str, *functions: str, name: str | None = None) -> Callable[[Setting, int], list[list[str]]]:
-    """A sweep, and then functions of its folder. name: of the measurement, if it has another than its sweep."""
+    """Return the commands of a measurement: a sweep, then functions that read its folder.
+
+    name: name of the measurement, if it differs from that of the sweep.
+    """
 
     def commands(setting: Setting, seed: int) -> list[list[str]]:
         folder = setting.of(name or sweep, seed)
@@ -31,7 +34,7 @@ def commands_of(sweep: str, *functions: str, name: str | None = None) -> Callabl
 
 
 def runs_of(folder: Path) -> dict | None:
-    """Every run with its settings, its losses over depth, norms and radius; None until all of them have ended."""
+    """Return every run with its settings, losses over depth, norms and radius; None until all runs have ended."""
     path = folder / "results.jsonl"
     if not path.is_file():
         return None
@@ -51,7 +54,7 @@ def shortened(line: dict) -> dict:
 
 
 def read_with_frequencies(folder: Path) -> dict | None:
-    """Runs of a sweep, and the loss of the frequencies of the tokens of their text."""
+    """Return the runs of a sweep and the loss of the token frequencies of their text; None until both are there."""
     found, without = runs_of(folder), result_of("frequencies")(folder)
     return found and without and {**found, "loss_of_frequencies": without["loss"]}
 

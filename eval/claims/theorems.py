@@ -1,4 +1,4 @@
-"""Exponents of theorems 1, 3 and 6 of the residual scaling paper on their own models, one seed at a time."""
+"""Exponents of theorems 1, 3 and 6 of the residual scaling paper, on the models that these describe, for one seed."""
 
 from collections.abc import Sequence
 
@@ -39,6 +39,6 @@ def theorems(seed: int, width: int = 512, stack_width: int = 128) -> dict:
             "slope_over_layers": slope(layers, layers_of),
         }
 
-    third, sixth = of_both("total_squared", LAYERS), of_both("C_1", LAYERS[1:])  # a single layer reaches no other
+    third, sixth = of_both("total_squared", LAYERS), of_both("C_1", LAYERS[1:])  # C_1 needs two layers
     numbers = {"theorem_1": first, "theorem_3": third, "theorem_6": sixth}
     return {"width": width, "loops": LOOPS, "layers": LAYERS, **numbers}

@@ -1,4 +1,4 @@
-"""Figures 6 to 8 of the residual scaling paper: what loops do after training (after_training.py), in small."""
+"""Figures 6 to 8 of the residual scaling paper: loops of small models after training (after_training.py)."""
 
 from pathlib import Path
 from statistics import fmean
@@ -20,7 +20,7 @@ def read(folder: Path) -> dict | None:
 
 
 def before_the_last(content: dict, loops: int) -> float:
-    """Mean cosine of two increments, neither of them the last loop's."""
+    """Return the mean cosine of two different increments, neither of them the last loop's."""
     cosines = content["by_loops"][str(loops)]["cosine"]
     return fmean(cosines[i][j] for i in range(loops - 1) for j in range(i))
 
@@ -53,7 +53,7 @@ def after_training_claims() -> list[Claim]:
 
 
 def after_training_charts(content: dict) -> list:
-    """Cosines of the first seed; norms over all."""
+    """Draw the cosines of the first seed, and the norms as means over all seeds."""
     seeds = [found["by_loops"] for found in content["seeds"].values()]
     cosines = [Matrix(f"After training: cosines of {n} loops", "loop", seeds[0][n]["cosine"]) for n in ("4", "8")]
     lines = []

@@ -1,1 +1,1 @@
-"""What the commands of evaluation share."""
+"""Code shared by the commands of evaluation."""

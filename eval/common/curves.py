@@ -1,6 +1,6 @@
 """Measures over depth, as a table and as charts.
 
-curves[measure][series][depth] = (value, what it may be off by, or None)
+curves[measure][series][depth] = (value, error or None)
 """
 
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from looped_recipes.common.words import counted
 Point = tuple[float, float | None]
 Curves = dict[str, dict[str, dict[int, Point]]]
 UNITS = ("bits per byte", "cross-entropy", "perplexity")
-CHOICES = {  # of the questions of public tasks, so that guessing is right once in so many; nearly all of ARC's have 4
+CHOICES = {  # answers per question of public tasks: guessing scores 1 over this; nearly all questions of ARC have 4
     "arc_challenge": 4,
     "arc_easy": 4,
     "boolq": 2,
@@ -28,11 +28,11 @@ CHOICES = {  # of the questions of public tasks, so that guessing is right once 
 
 
 def metrics_of(results: dict) -> Iterator[tuple[str, Point]]:
-    """(task and metric, its value with the standard error) of lm-eval's results, groups of tasks too."""
+    """Yield (task and metric, (value, standard error)) from lm-eval's results, including groups of tasks."""
     for task, metrics in {**results["results"], **(results.get("groups") or {})}.items():
         for name, value in metrics.items():
             metric, _, filtered = name.partition(",")
-            is_measure = filtered and metric != "bypass" and not metric.endswith("_stderr")  # 999: nothing was scored
+            is_measure = filtered and metric != "bypass" and not metric.endswith("_stderr")  # bypass: not scored
             if is_measure and isinstance(value, (int, float)):
                 error = metrics.get(f"{metric}_stderr,{filtered}")
                 measure = f"{task} {metric}" + (f" ({filtered})" if filtered != "none" else "")
@@ -40,7 +40,7 @@ def metrics_of(results: dict) -> Iterator[tuple[str, Point]]:
 
 
 def more_is_better(results: dict) -> dict[str, bool]:
-    """{measure: whether more of it is better}, for the metrics of which lm-eval's results say so."""
+    """Return {measure: whether higher is better} for the metrics for which lm-eval's results say it."""
     of_tasks, found = results.get("higher_is_better") or {}, {}
     for measure, _ in metrics_of(results):
         task, _, metric = measure.partition(" ")
@@ -50,7 +50,7 @@ def more_is_better(results: dict) -> dict[str, bool]:
 
 
 def rows_over_depth(curves: Curves) -> tuple[list[int], list[list[str]]]:
-    """The depths of all curves; and a row for each measure and series: both names, and a cell for each depth."""
+    """Return the depths of all curves, and a row for each measure and series: both names and a cell for each depth."""
     depths = sorted({depth for of_series in curves.values() for points in of_series.values() for depth in points})
     rows = [
         [measure, series, *(cell(*points[depth]) if depth in points else "" for depth in depths)]
@@ -61,7 +61,7 @@ def rows_over_depth(curves: Curves) -> tuple[list[int], list[list[str]]]:
 
 
 def table(curves: Curves) -> str:
-    """Markdown: a row for each measure and series, a column for each depth."""
+    """Return a Markdown table with a row for each measure and series and a column for each depth."""
     depths, rows = rows_over_depth(curves)
     several = len({series for _, series, *_ in rows}) > 1
     lines = [["measure"] + ["model"] * several + [counted(depth, "loop") for depth in depths]]
@@ -75,7 +75,7 @@ def cell(value: float, deviation: float | None) -> str:
 
 
 def chance_of(measure: str, configs: dict | None = None) -> float | None:
-    """What guessing scores; None where that is not known, or the measure is no accuracy.
+    """Return the score of guessing; None if it is not known or the measure is no accuracy.
 
     configs: {task: settings}, as lm-eval's results have them.
     """
@@ -89,7 +89,7 @@ def chance_of(measure: str, configs: dict | None = None) -> float | None:
 
 
 def charts(curves: Curves, chance: dict[str, float] | None = None, trained: int | None = None) -> list[Chart]:
-    """A chart for each measure. chance: {measure: what guessing scores}; trained: the depth to mark as trained."""
+    """Return a chart for each measure. chance: {measure: score of guessing}; trained: the depth to mark as trained."""
     drawn = []
     for measure, of_series in curves.items():
         lines = []

@@ -1,4 +1,4 @@
-"""Sentences that say what numbers come down to."""
+"""Sentences that summarize measured numbers."""
 
 import math
 import re
@@ -8,20 +8,20 @@ from looped_recipes.common.words import counted, percent
 from .curves import Curves
 
 
-LESS_IS_BETTER = re.compile(r"\b(perplexity|bits per byte|loss)\b")  # where lm-eval does not say it of a metric
-MOST = 3  # measures of which a sentence speaks
+LESS_IS_BETTER = re.compile(r"\b(perplexity|bits per byte|loss)\b")  # used where lm-eval does not say it
+MOST = 3  # measures named in a sentence
 
 
 def loops_in_words(mean: float, full: float, each: str = "") -> str:
-    """E.g. "2.30 of 4 loops a token, 42 % of them saved"; each: " a token"."""
+    """Return e.g. "2.30 of 4 loops a token, 42 % of them saved", with " a token" from `each`."""
     saved = f", {percent(1 - mean / full)} of them saved" if mean < full else ""
     return f"{mean:.2f} of {full:g} loops{each}{saved}"
 
 
 def best_depths(curves: Curves, more_is_better: dict[str, bool] | None = None) -> str:
-    """E.g. "arc_easy acc is best at 4 loops (0.3125)."; with the model's name where there are several.
+    """Return e.g. "arc_easy acc is best at 4 loops (0.3125).", with the model's name if there are several models.
 
-    more_is_better: what `curves.more_is_better` gives; the names of other measures decide.
+    more_is_better: the result of `curves.more_is_better`; for other measures, the name decides.
     """
     known = more_is_better or {}
     measures = [name for name in curves if name != "mean loops" and not says_the_same(name, curves)]
@@ -34,14 +34,14 @@ def best_depths(curves: Curves, more_is_better: dict[str, bool] | None = None) -
 
 
 def says_the_same(name: str, curves: Curves) -> bool:
-    """Whether this is a perplexity of a text whose bits per byte are among the curves too."""
+    """Return whether this is a perplexity of a text and the curves also have its bits per byte."""
     task, _, metric = name.partition(" ")
     return metric in ("word_perplexity", "byte_perplexity") and f"{task} bits_per_byte" in curves
 
 
 def best_point(name: str, of_series: dict[str, dict], more_is_better: bool | None = None) -> str:
-    """What one measure comes down to. Where more is better and the best and the worst value differ by less than two
-    standard errors of their difference, no depth is called best.
+    """Summarize one measure. If more is better and the best and worst value differ by less than two standard errors of
+    their difference, no depth is called best.
     """
     if more_is_better is None:
         more_is_better = not LESS_IS_BETTER.search(name.replace("_", " "))
@@ -64,9 +64,9 @@ def best_point(name: str, of_series: dict[str, dict], more_is_better: bool | Non
 
 
 def best_depth(values: dict[int, float], trained: int | None, unit: str) -> str:
-    """Which depth has the least loss, and what the trained depth and a single loop cost beside it.
+    """Say which depth has the least loss, and how much higher the loss is at the trained depth and at one loop.
 
-    Of depths whose losses differ by less than the last digit that is shown, the one with the fewest loops is the best.
+    Of depths whose losses exceed the least by less than the last digit shown, the one with the fewest loops is best.
     """
     least = min(values.values())
     same = [k for k in sorted(values) if values[k] - least < 1e-3]

@@ -1,4 +1,4 @@
-"""Text that a trained model has not learned from: the validation split of its own run."""
+"""Text that a trained model has not learned from: the validation split of its training run."""
 
 from pathlib import Path
 
@@ -10,14 +10,14 @@ from looped_recipes.settings.recipe import DataConfig, RecipeError, recipe_of_ru
 
 
 class HeldOutError(ValueError):
-    """A model of which it is not known what it was trained on."""
+    """Raised if a model's held-out text is unknown, cannot be read, or is too short."""
 
 
 ADVICE = "name a text that it was not trained on"
 
 
 def run_data(run: Path) -> DataConfig:
-    """What the run was trained and validated on."""
+    """Return the data settings that the run was trained and validated with."""
     path = run / "recipe.yaml"
     if not path.is_file():
         raise HeldOutError(f"{run} holds no recipe.yaml, so what this model was trained on is not known: {ADVICE}")
@@ -25,7 +25,7 @@ def run_data(run: Path) -> DataConfig:
 
 
 def prepared_data(run: Path, data: DataConfig) -> Prepared:
-    """The run's data, prepared again if its shards are gone."""
+    """Return the run's data; its shards are made again if they are missing."""
     try:
         return prepare(data)
     except RecipeError as error:
@@ -37,11 +37,11 @@ def prepared_data(run: Path, data: DataConfig) -> Prepared:
 def held_out_rows(
     run: Path, count: int, length: int, seed: int | None = None, least: int | None = None
 ) -> tuple[torch.Tensor, str]:
-    """[count, length] tokens of the validation split, no token twice, and a name for what was read.
+    """Return [count, length] tokens of the validation split, no token twice, and a name of the text.
 
-    Rows are drawn at random with a seed, and else taken from the beginning. least: how many rows are enough where the
-    split holds fewer than `count`. Start tokens that no model has learned to predict are left out, so that documents
-    are joined by their end tokens.
+    With a seed, rows are drawn at random; without, they are taken from the beginning. least: the number of rows that
+    is enough if the split has fewer than `count`. Start tokens that the model has not learned to predict are removed,
+    so that only end tokens separate documents.
     """
     data = run_data(run)
     rows = prepared_data(run, data).validation

@@ -11,7 +11,7 @@ from looped_recipes.common.token_losses import next_token_losses
 
 @contextmanager
 def evaluating(model: torch.nn.Module):
-    """Eval mode, and afterwards every module's own mode again: measures are called in the middle of training."""
+    """Set eval mode, and restore the mode of every module afterwards, because measures are called during training."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -23,7 +23,7 @@ def evaluating(model: torch.nn.Module):
 
 @contextmanager
 def own_randomness(seed: int = 0):
-    """Random numbers from `seed`, and afterwards those that would have come without."""
+    """Draw random numbers from `seed`, and restore the state of the generators afterwards."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         yield
@@ -42,8 +42,8 @@ class Trace:
     """States of one pass at one depth, [batch, length, d] each."""
 
     embedded: list[torch.Tensor] = field(default_factory=list)  # embedding, after each prelude layer, e
-    entering: list[torch.Tensor] = field(default_factory=list)  # h_t, what each loop starts from
-    stages: list[list[torch.Tensor]] = field(default_factory=list)  # of each loop: injected, after layers, gated
+    entering: list[torch.Tensor] = field(default_factory=list)  # h_t, the input of each loop
+    stages: list[list[torch.Tensor]] = field(default_factory=list)  # per loop: after injection, layers, gate
 
     @property
     def states(self) -> list[torch.Tensor]:
@@ -57,7 +57,7 @@ class Trace:
 
 
 def trace(model, batch: dict, num_loops: int | None = None) -> Trace:
-    """One pass of a causal LM, recorded; works also where the states of a deeper pass are no shallower passes."""
+    """Record one pass of a causal LM. Works also if the first loops of a deeper pass are not a shallower pass."""
     base, seen = model.model, Trace()
 
     def enters(_, arguments):
@@ -68,7 +68,7 @@ def trace(model, batch: dict, num_loops: int | None = None) -> Trace:
     handles = [base.injection.register_forward_pre_hook(enters)]
     handles.append(base.core[0].register_forward_pre_hook(lambda _, a: seen.stages.append([a[0].detach()])))
 
-    def leaves(_, arguments, output):  # keys and values stand beside the stream where loops share them
+    def leaves(_, arguments, output):  # a tuple also holds keys and values that loops share
         seen.stages[-1].append((output[0] if isinstance(output, tuple) else output).detach())
 
     for block in [*base.core, *([] if base.change_gate is None else [base.change_gate])]:
@@ -84,7 +84,7 @@ def trace(model, batch: dict, num_loops: int | None = None) -> Trace:
 
 @contextmanager
 def last_state(model):
-    """A list that holds H after the last loop of the pass run inside."""
+    """Yield a list that holds H after the last loop of the pass run inside."""
     kept = [None]
     with hooks(model.model.end_of_loop.register_forward_hook(lambda _, a, output: kept.__setitem__(0, output))):
         yield kept
@@ -92,7 +92,7 @@ def last_state(model):
 
 @contextmanager
 def rewritten_states(model, rewrite: Callable[[int, torch.Tensor], torch.Tensor]):
-    """`rewrite(loop, H)`, loops counted from 1, replaces H before readouts and later loops see it."""
+    """Replace H by `rewrite(loop, H)` before readouts and later loops see it; loops count from 1."""
     loop = 0
 
     def start(*_):
@@ -110,7 +110,7 @@ def rewritten_states(model, rewrite: Callable[[int, torch.Tensor], torch.Tensor]
 
 
 def depth_of(model, num_loops: int | None) -> int:
-    """`num_loops`, or the depth that the model was trained at."""
+    """Return `num_loops` if it is set and valid, else the depth at which the model was trained."""
     if num_loops is None:
         return model.trained_depth
     if isinstance(num_loops, bool) or not isinstance(num_loops, int) or num_loops < 1:

@@ -1,4 +1,4 @@
-"""A saved model's config and tokenizer, opened before its weights, so that a mistake costs no loading."""
+"""Opens a saved model's config and tokenizer before its weights, so that mistakes are found without loading."""
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -11,11 +11,11 @@ from looped_recipes.common.hub import model_inside
 from modeling_looped import LoopedConfig
 
 
-LONG_TEXTS = "sequence-length-is-longer-than-the-specified-maximum"  # a warning of transformers
+LONG_TEXTS = "sequence-length-is-longer-than-the-specified-maximum"  # key of a warning of transformers
 
 
 def open_config(target: str) -> tuple[Path, LoopedConfig]:
-    """`target`: a saved model, or the folder of its training run."""
+    """Return the folder and the config of a model. target: a saved model, or the folder of its training run."""
     folder = model_folder(target)
     if folder is None:
         raise ValueError(
@@ -26,18 +26,18 @@ def open_config(target: str) -> tuple[Path, LoopedConfig]:
 
 
 def open_tokenizer(folder: Path, name: str | None, config: LoopedConfig):
-    """name: of another tokenizer, for a model that comes without one."""
+    """Open the tokenizer of a model. name: another tokenizer, for a model that has none."""
     if name is None and not (folder / "tokenizer_config.json").is_file():
         raise ValueError(f"{folder} holds no tokenizer to read text with: save one there, or pass --tokenizer")
     tokenizer = AutoTokenizer.from_pretrained(name or folder)
-    tokenizer.deprecation_warnings[LONG_TEXTS] = True  # has been said: texts are cut into windows here
+    tokenizer.deprecation_warnings[LONG_TEXTS] = True  # no warning: texts are cut into windows
     if len(tokenizer) > config.vocab_size:
         raise ValueError(f"the tokenizer has {len(tokenizer)} tokens, but the model vocab_size={config.vocab_size}")
     return tokenizer
 
 
 def start_token(tokenizer) -> int:
-    """What documents begin with; where a tokenizer has no bos, its eos stands between them."""
+    """Return the token that begins documents: bos, or eos if the tokenizer has no bos."""
     start = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
     if start is None:
         raise ValueError("the tokenizer has neither a bos nor an eos token, so nothing begins a document: set one")
@@ -45,22 +45,22 @@ def start_token(tokenizer) -> int:
 
 
 def joined_tokens(documents: Iterable[dict], tokenizer) -> Iterator[int]:
-    """Of one text after another, the end token, if there is one, after each."""
+    """Yield the tokens of one text after another, with the end token, if there is one, after each."""
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     for document in documents:
         yield from tokenizer(document["text"], add_special_tokens=False, verbose=False)["input_ids"] + end
 
 
 def training_run(target: str) -> Path | None:
-    """The folder of the training run that `target` is, or that it is a model of: final, or one of a checkpoint."""
+    """Return the training run that `target` is or belongs to, as its final model or the model of a checkpoint."""
     path = Path(target).resolve()
     runs = (path, path.parent) if (path / "config.json").is_file() else (path,)
     return next((run for run in runs if (run / "metrics.jsonl").is_file()), None)
 
 
 def results_folder(target: str) -> Path:
-    """Where results about a model lie: in eval/ of its training run, where the report finds them, or of its own folder
-    if it is the model of a checkpoint."""
+    """Return the folder for results about a model: eval/ in its training run, where the report finds them; eval/ in
+    the model's folder for the model of a checkpoint; without a run, a folder in runs/eval."""
     path, run = Path(target).resolve(), training_run(target)
     if run is None:
         return Path("runs/eval") / path.name
@@ -68,9 +68,9 @@ def results_folder(target: str) -> Path:
 
 
 def model_folder(target: str) -> Path | None:
-    """The folder of a saved model, also inside that of its training run; None if it is no folder.
+    """Return the folder of a saved model, which may be inside that of its training run; None if `target` is no folder.
 
-    An error if its weights are not those that training saved.
+    Raise if the weights are not those that training saved.
     """
     path = Path(target)
     if not path.is_dir():

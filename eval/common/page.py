@@ -1,7 +1,7 @@
-"""Sections of findings, charts, tables and text, as one HTML page of its own or as Markdown.
+"""Sections of findings, charts, tables and text, as one standalone HTML page or as Markdown.
 
-A page says what was found first: `to_html(title, sections, findings)`. `document(title, body, style)` is for a page
-that is made of other things, and gives it the same colours and letters; its own rules come after them.
+`to_html(title, sections, findings)` makes a page that begins with the findings. `document(title, body, style)` makes a
+page with any other body in the same colours and fonts; the rules in `style` come after the common ones.
 """
 
 import re
@@ -18,12 +18,12 @@ def one_line(words: str) -> str:
 
 
 def in_markdown(words: str) -> str:
-    """Words that are neither HTML nor a table's end, whatever a run is called."""
+    """Escape HTML and the ends of table cells, which names of runs may contain."""
     return one_line(escape(words, quote=False)).replace("|", "\\|")
 
 
 def writable(text: str) -> str:
-    """Names of files may hold bytes that are no text."""
+    """Replace what cannot be encoded: names of files may hold bytes that are no text."""
     return text.encode(errors="replace").decode()
 
 
@@ -35,7 +35,7 @@ def in_cell(words: str) -> str:
 class Table:
     head: list[str]
     rows: list[list[str]]
-    wordy: bool = False  # cells of many words: on a phone each row is a card
+    wordy: bool = False  # cells of many words: on a phone, each row is shown as a card
 
     def html(self) -> str:
         head = "".join(f"<th>{escape(cell)}</th>" for cell in self.head)
@@ -68,7 +68,7 @@ class Text:
 
 
 class Heading(Text):
-    """A part of a section."""
+    """The title of a part of a section."""
 
     def html(self) -> str:
         return f"<h3>{escape(self.words)}</h3>"
@@ -79,7 +79,7 @@ class Heading(Text):
 
 @dataclass
 class Missing(Text):
-    """What is not there, and the command that makes it."""
+    """Says that a result is missing, and gives the command that makes it."""
 
     command: str
 
@@ -92,7 +92,7 @@ class Missing(Text):
 
 @dataclass
 class Commands:
-    """What may be typed, and what it does."""
+    """Commands, each with a description."""
 
     commands: list[tuple[str, str]]
 
@@ -106,7 +106,7 @@ class Commands:
 
 @dataclass
 class Raw:
-    """HTML that a page makes by itself."""
+    """HTML that is inserted unchanged."""
 
     body: str
 
@@ -128,7 +128,7 @@ class Finding(Text):
 
 
 class Explanation(NamedTuple):
-    """How a measure is read, beside what it showed here."""
+    """How to read a measure, shown beside its finding."""
 
     what: str
     healthy: str = ""
@@ -148,7 +148,7 @@ class Explanation(NamedTuple):
 
 @dataclass
 class Charts:
-    """Side by side as far as there is room; those that hold nothing are left out."""
+    """Charts side by side as far as there is room; empty charts are left out."""
 
     charts: list
 
@@ -157,12 +157,12 @@ class Charts:
         return f'<div class="charts">{"".join(f"<figure>{svg}</figure>" for svg in shown)}</div>' if shown else ""
 
     def markdown(self) -> str:
-        return ""  # a model card is text
+        return ""  # Markdown is for model cards, which have no charts
 
 
 @dataclass
 class Folded:
-    """A long table or text behind a line that opens it."""
+    """A long table or text that is hidden until its title is clicked."""
 
     title: str
     inside: Table | str
@@ -189,7 +189,7 @@ class Section:
         return re.sub(r"\W+", "-", self.title.lower()).strip("-")
 
     def html(self, folded: bool = False) -> str:
-        """With contents of its own where it has many parts; folded: on a phone, to what was found."""
+        """Return HTML, with a list of contents if there are many parts. folded: on a phone, show findings only."""
         links, blocks, inside = [], [], []
         for block in self.blocks:
             if folded and isinstance(block, (Charts, Table, Explanation)) or inside and isinstance(block, Folded):
@@ -207,14 +207,14 @@ class Section:
 
 
 def on_a_phone_folded(blocks: list) -> str:
-    """On wide screens these blocks look like any others."""
+    """Fold these blocks on a phone; on wide screens they look like any others."""
     inside = "\n".join(html for block in blocks if (html := block.html()))
     name = "Charts and numbers" if any(isinstance(block, Charts) for block in blocks) else "Numbers"
     return f'<details class="phone"><summary>{name}</summary>{inside}</details>' if inside else ""
 
 
 def contents(links: list[tuple[str, str]], label: str) -> str:
-    """links: (anchor, words)."""
+    """Return a list of links to (anchor, words)."""
     items = "".join(f'<li><a href="#{anchor}">{escape(words)}</a></li>' for anchor, words in links)
     return f'<nav aria-label="{escape(label)}"><ul>{items}</ul></nav>'
 
@@ -259,9 +259,9 @@ details { margin: .8rem 0 } summary { cursor: pointer; color: var(--quiet); padd
 
 
 def to_html(title: str, sections: list[Section], findings: list[str] = (), style: str = "", opening: list = ()) -> str:
-    """findings: the sentences that the whole page comes down to; opening: blocks between them and the contents.
+    """Return a page. findings: sentences that summarize it; opening: blocks between them and the contents.
 
-    style: rules for what is on this page alone.
+    style: CSS rules for this page only.
     """
     links = contents([(part.anchor, part.title) for part in sections], "contents")
     first = "\n".join(block.html() for block in (*map(Finding, findings), *opening))
@@ -286,7 +286,7 @@ def to_markdown(title: str, sections: list[Section], findings: list[str] = ()) -
 
 
 def single_numbers(result: dict, prefix: str = "") -> dict[str, object]:
-    """The numbers and words of a result that are not in lists, named by their path."""
+    """Return the numbers and words of a result that are not in lists, named by their paths."""
     found = {}
     for key, value in result.items():
         if isinstance(value, dict):
@@ -297,7 +297,7 @@ def single_numbers(result: dict, prefix: str = "") -> dict[str, object]:
 
 
 def numbers(result: dict, digits: int = 4) -> Table:
-    """The single numbers and words of a result, a row each."""
+    """Return a table of the single numbers and words of a result, one per row."""
     rows = [
         [name.replace("_", " ").replace(".", ", "), written(value, digits) if isinstance(value, float) else str(value)]
         for name, value in single_numbers(result).items()

@@ -1,4 +1,4 @@
-"""A bar on what takes more than a few seconds."""
+"""A progress bar for work that takes more than a few seconds."""
 
 from collections.abc import Iterable
 
@@ -7,9 +7,9 @@ from tqdm import tqdm
 from looped_recipes.common.progress import progress_bar
 
 
-SOON = 5  # seconds: what is done by then shows no bar
+SOON = 5  # seconds; shorter work shows no bar
 
 
 def progress(items: Iterable | None, what: str, total: int | None = None) -> tqdm:
-    """The items, with a bar that comes when they take long and goes when they are done."""
+    """Iterate over the items with a bar that appears if they take long and disappears at the end."""
     return progress_bar(items, desc=what, total=total, delay=SOON, leave=False)

@@ -1,4 +1,4 @@
-"""What a run of looped pretrain left in its folder."""
+"""Reads the output folder of a run of looped pretrain."""
 
 import json
 import math
@@ -13,11 +13,11 @@ from looped_recipes.common.metrics import last_by_number, read_lines
 
 LOSS_AT, BITS_AT = "validation/loss_at_", "validation/bits_per_byte_at_"
 
-MARKS = ("config.json", "metrics.jsonl")  # of a folder that holds a model or a run
+MARKS = ("config.json", "metrics.jsonl")  # files that mark a folder as a model or a run
 
 
 class RunError(ValueError):
-    """A folder that holds no run to report on."""
+    """Raised for a folder without a run to report on."""
 
 
 @dataclass
@@ -39,19 +39,19 @@ class RunFolder:
             raise RunError(f"{self.folder}/metrics.jsonl holds no whole line: the run has logged nothing yet")
 
     def results(self, name: str) -> Path:
-        """Where a result about this model lies: in eval/ of the run, or, as older versions wrote it, in the run."""
+        """Return the path of a result about this model: in eval/ of the run, or, from older versions, in the run."""
         own, former = self.folder / "eval" / name, self.folder / name
         return former if former.exists() and not own.exists() else own
 
     def own_files(self, pattern: str) -> list[Path]:
-        """Files that match and belong to this run: not those in the folders of other models or runs inside it."""
+        """Return the matching files of this run, without those in folders of other models or runs inside it."""
         of_others = {path.parent for name in MARKS for path in self.folder.rglob(name)}
         of_others -= {self.folder, self.folder / "final"}
         return [path for path in self.folder.rglob(pattern) if not of_others & set(path.parents)]
 
     @cached_property
     def lines(self) -> tuple[list[dict], list[int]]:
-        """The records of metrics.jsonl, and the numbers of its lines that hold no record."""
+        """Records of metrics.jsonl, and the numbers of its lines that hold no record."""
         return read_lines(self.folder / "metrics.jsonl")
 
     @property
@@ -112,7 +112,7 @@ class RunFolder:
 
     @cached_property
     def status(self) -> str:
-        """finished, not finished, or at which step the loss stopped being a number."""
+        """Whether the run has finished, has not finished, or has diverged, and at which step."""
         for record in self.records:
             for key in ("loss", "validation/loss"):
                 if record.get(key) is not None and not math.isfinite(record[key]):
@@ -123,8 +123,8 @@ class RunFolder:
 
 
 def open_runs(folders) -> list[RunFolder]:
-    """Runs, named by their folders; by their whole paths where two folders have the same name. The folder of a sweep
-    stands for its runs."""
+    """Open runs. A run is named by its folder, or by the whole path if two folders have the same name. The folder of a
+    sweep is replaced by its runs."""
     folders = [run for folder in folders for run in runs_in(Path(folder))]
     names = [(path.parent if path.name == "final" else path).name for path in map(Path.resolve, folders)]
     unique = len(set(names)) == len(names)
@@ -132,7 +132,7 @@ def open_runs(folders) -> list[RunFolder]:
 
 
 def runs_in(folder: Path) -> list[Path]:
-    """The runs of a sweep, or the folder itself."""
+    """Return the runs of a sweep, or the folder itself."""
     if (folder / "metrics.jsonl").exists():
         return [folder]
     return sorted(path.parent for path in folder.glob("*/metrics.jsonl")) or [folder]

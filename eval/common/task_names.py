@@ -1,5 +1,5 @@
-"""lm-eval's tasks by name. It parses the files of all its tasks, some 14,000, before it looks one up: here those of
-`eval/tasks` are opened alone where nothing else is asked for, and a name that stands in no file is refused at once."""
+"""Finds lm-eval's tasks by name. lm-eval parses the files of all its tasks, some 14,000, before it looks one up. Here
+only those of `eval/tasks` are parsed if no other task is named, and a name that is in no file is refused at once."""
 
 import difflib
 import re
@@ -20,9 +20,9 @@ IN_A_FILE = re.compile(
 def tasks_of(
     names: list[str], folders: list[str | Path], metadata: dict | None = None
 ) -> tuple[TaskManager, list[str]]:
-    """A manager of tasks, and the names of the tasks that these names or patterns stand for.
+    """Return a task manager, and the names of the tasks that match these names or patterns.
 
-    folders: of tasks beside lm-eval's; of two tasks with one name that of the last folder is taken.
+    folders: folders of tasks besides lm-eval's; of two tasks with the same name, that of the last folder is taken.
     """
     manager = lm_eval.tasks.TaskManager(include_path=folders, include_defaults=False, metadata=metadata)
     if not all(is_whole(manager, name) for name in names):
@@ -36,7 +36,7 @@ def tasks_of(
 
 
 def is_whole(manager: TaskManager, name: str) -> bool:
-    """Whether this is the name of a task, or of a group of tasks, all of which this manager knows."""
+    """Return whether this manager knows the task with this name, or all tasks of the group with this name."""
     if name not in manager.all_groups:
         return name in manager.all_subtasks
     members = (manager.task_index[name].cfg or {}).get("task") or []
@@ -54,8 +54,8 @@ def refuse_unknown(names: list[str], folders: list[str | Path]):
 
 
 def names_in_files(folders: list[str | Path]) -> set[str]:
-    """All that may name a task, a group or a tag in files of YAML, and in those without an ending, which they include.
-    They are searched and not parsed."""
+    """Return all words that may name a task, a group or a tag in YAML files and in files without an ending, which YAML
+    files include. Files are searched, not parsed."""
     files = (path for folder in folders for path in Path(folder).rglob("*") if path.suffix in ("", ".yaml"))
     found = (IN_A_FILE.findall(path.read_bytes()) for path in files if path.is_file())
     return {word.decode(errors="replace") for words in found for word in words}

@@ -15,8 +15,8 @@ def now() -> float:
 
 
 def least_seconds(functions: dict, repeats: int, warm_ups=None) -> tuple[dict, dict]:
-    """Least seconds of functions that take turns, and what they returned last. warm_ups: called before, untimed; by
-    default the functions themselves."""
+    """Call functions in turns; return the least seconds and the last result of each. warm_ups: functions that are
+    called before without timing; by default the functions themselves."""
     warm_ups = list(functions.values() if warm_ups is None else warm_ups)
     seconds, results = dict.fromkeys(functions, math.inf), {}
     with progress(None, "timing", total=len(warm_ups) + repeats * len(functions)) as bar:
@@ -32,6 +32,6 @@ def least_seconds(functions: dict, repeats: int, warm_ups=None) -> tuple[dict, d
 
 
 def in_turns(first, second, repeats: int) -> tuple[float, float]:
-    """Least seconds of two functions, called alternately after one warm-up each."""
+    """Return the least seconds of two functions, called alternately after one warm-up each."""
     seconds, _ = least_seconds({"first": first, "second": second}, repeats)
     return seconds["first"], seconds["second"]

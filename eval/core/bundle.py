@@ -1,8 +1,8 @@
-"""The public evaluation bundle of CORE, from a local folder.
+"""Reads the public evaluation bundle of CORE from a local folder.
 
-core.yaml lists tasks (label, dataset_uri, num_fewshot, icl_task_type, continuation_delimiter), eval_data/ holds their
-items, a JSON object a line, and eval_meta_data.csv what guessing scores, in percent, and of many more tasks their
-category (a folder of eval_data), type and number of shots.
+core.yaml lists tasks (label, dataset_uri, num_fewshot, icl_task_type, continuation_delimiter). eval_data/ contains
+their items, one JSON object per line. eval_meta_data.csv contains the scores of guessing, in percent, and for many
+more tasks their category (a folder of eval_data), type and number of shots.
 """
 
 import csv
@@ -18,7 +18,7 @@ from looped_recipes.common.files import lines_of
 
 SHUFFLE_SEED, SHOTS_SEED = 1337, 1234
 DESCRIBED = "eval_meta_data.csv"
-# what eval_meta_data.csv does not say
+# facts that eval_meta_data.csv lacks
 FILES = {"mmlu_zeroshot": "mmlu", "mmlu_fewshot": "mmlu"}
 DELIMITERS = {"mmlu_zeroshot": "Answer: ", "mmlu_fewshot": "\nAnswer: ", "logi_qa": "\nAnswer: "}
 FIELDS = {
@@ -34,7 +34,7 @@ class CoreTask:
     kind: str  # a key of FIELDS
     items: list[dict]
     num_shots: int
-    delimiter: str  # between what is given and what is asked
+    delimiter: str  # between the context and the text that is scored
     guessing: float  # accuracy of guessing
     shots_seed: int = SHOTS_SEED
 
@@ -42,7 +42,7 @@ class CoreTask:
         return (accuracy - self.guessing) / (1 - self.guessing)
 
     def shots(self, index: int) -> list[dict]:
-        """Other items, the same for the same index, whatever the order of evaluation."""
+        """Draw other items as shots. They depend only on the index and the seed, not on the order of evaluation."""
         others = [i for i in range(len(self.items)) if i != index]
         return [self.items[i] for i in random.Random(self.shots_seed + index).sample(others, self.num_shots)]
 
@@ -50,10 +50,10 @@ class CoreTask:
 def read_tasks(
     bundle: Path | str, listed: str = "core.yaml", examples: int | None = None, only: list[str] | None = None
 ) -> list[CoreTask]:
-    """The tasks that a YAML of the bundle lists; of each the first `examples` of its shuffled items, or all.
+    """Read the tasks that a file of the bundle lists, each with the first `examples` of its shuffled items, or all.
 
-    listed: eval_meta_data.csv lists those of core.yaml and, beyond them, all that it describes.
-    only: labels; what else is listed is left alone.
+    listed: a YAML, or eval_meta_data.csv for the tasks of core.yaml and all others that the CSV describes.
+    only: labels of the tasks to read; None is all.
     """
     bundle = Path(bundle)
     if examples is not None and examples < 1:
@@ -84,7 +84,7 @@ def _guessing(path: Path) -> dict[str, float]:
 
 
 def _described(bundle: Path) -> list[dict]:
-    """Entries like those of core.yaml, which win; the others by the columns of eval_meta_data.csv."""
+    """Return entries as in core.yaml: those of core.yaml itself, and the others from columns of eval_meta_data.csv."""
     rows = _rows(bundle / DESCRIBED)
     missing = [name for name in ("Task Category", "Task Type", "#shots") if name not in rows[0]]
     if missing:

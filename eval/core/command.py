@@ -17,7 +17,7 @@ from .options import parse
 from .scoring import accuracies
 
 
-# table 15, by the labels of the bundle
+# the tasks of table 15, with their labels in the bundle
 EXTENDED = """
     hellaswag_zeroshot hellaswag lambada_openai winograd winogrande bigbench_language_identification
     bigbench_conlang_translation bigbench_conceptual_combinations jeopardy bigbench_qa_wikidata arc_easy arc_challenge
@@ -31,7 +31,7 @@ EXTENDED = """
 
 
 class Suite(NamedTuple):
-    """The tasks that are asked, and over which of them each mean is taken."""
+    """The evaluated tasks, and the tasks over which each mean is taken."""
 
     tasks: dict[str, CoreTask]  # by label
     means: dict[str, list[str]]  # labels of the tasks of "core" and "core_extended"
@@ -67,12 +67,12 @@ def core_scores(
     tasks: list[str] | None = None,
     seeds: list[int] | None = None,
 ) -> dict[int, dict]:
-    """{depth: {"core", "core_extended" if asked for, "tasks": {label: {"accuracy", "centered"}}}}.
+    """Return {depth: {"core", "core_extended" if `extended` is set, "tasks": {label: {"accuracy", "centered"}}}}.
 
-    loops: depths; None is the model's own. examples: of each task; None is all. extended: name of the longer list, or
-    eval_meta_data.csv. max_length: longer prompts lose their beginning; None is the model's. tasks: labels of the only
-    ones that are asked; then there are no means over tasks.
-    seeds: every value is a mean over seeds with a "..._deviation" beside it, and "seeds" holds {seed: the above}.
+    loops: depths; None is the model's default. examples: number per task; None is all. extended: name of the longer
+    list, or eval_meta_data.csv. max_length: longer prompts lose their beginning; None is the model's limit. tasks:
+    labels of the only tasks to evaluate; means over tasks are then left out.
+    seeds: every value is then a mean over seeds with a "..._deviation" beside it; "seeds" is {seed: scores as above}.
     """
     suite = read_suite(bundle, examples, extended, tasks)
     setup = {"batch_size": batch_size, "device": device, "max_length": max_length}
@@ -100,7 +100,7 @@ def scores_of(lm: LoopedLM, suite: Suite) -> dict[int, dict]:
 
 
 def over_seeds(found: dict[int, dict]) -> dict:
-    """The scores of one depth."""
+    """Combine the scores of one depth over seeds: means with deviations."""
     one = next(iter(found.values()))
     result = {}
     for name in (name for name in one if name != "tasks"):
@@ -142,7 +142,7 @@ def curves_of(results: dict[int, dict], series: str = "") -> Curves:
 
 
 def next_commands(options) -> list[str]:
-    """The means over tasks, and the deviations over seeds, where they were not asked for."""
+    """Return commands that add the means over tasks, or the deviations over seeds, if this run had none."""
     if options.tasks:
         return [typed("looped core", options.model, "--bundle", options.bundle)]
     return [] if options.seeds else [f"{options.command} --seeds 1234,2345,3456"]
@@ -153,7 +153,7 @@ def main(arguments: list[str] | None = None) -> dict[int, dict]:
     check_question(options.model, options.num_loops)
     results = core_scores(
         options.model,
-        tokenizer=None,  # the model's own
+        tokenizer=None,  # that of the model
         bundle=options.bundle,
         loops=options.num_loops,
         examples=options.examples,

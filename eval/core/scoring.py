@@ -1,4 +1,4 @@
-"""How CORE asks and scores: prompts of the bundle, and the answer with the least mean cross-entropy."""
+"""Prompts and scores of CORE: prompts of the bundle, and the answer with the least mean cross-entropy."""
 
 from typing import NamedTuple
 
@@ -11,14 +11,14 @@ from .bundle import CoreTask
 
 
 class Request(NamedTuple):
-    """What is to be scored: the tokens `asked`, after the tokens `given`."""
+    """A request to score the tokens `asked` after the tokens `given`."""
 
     given: list[int]
     asked: list[int]
 
 
 def prompts(task: CoreTask, index: int) -> list[str]:
-    """The texts of each choice or context; of language modelling, without and with the answer."""
+    """Return a prompt for each choice or context; for language modelling, one without the answer and one with it."""
     item, delimiter = task.items[index], task.delimiter
     shots = "".join(answered(task.kind, shot, delimiter) + "\n\n" for shot in task.shots(index))
     if task.kind == "multiple_choice":
@@ -26,7 +26,7 @@ def prompts(task: CoreTask, index: int) -> list[str]:
     if task.kind == "schema":
         return [shots + context + delimiter + item["continuation"] for context in item["context_options"]]
     question = shots + item["context"].strip() + delimiter
-    # space at the end may belong to the first token of the answer
+    # a space at the end may belong to the first token of the answer
     return [question.strip(), question + item["continuation"]]
 
 
@@ -39,16 +39,16 @@ def answered(kind: str, item: dict, delimiter: str) -> str:
 
 
 def common_length(first: list[int], *others: list[int]) -> int:
-    """The length of the longest beginning that all share."""
+    """Return the length of the longest common prefix."""
     length = min(len(first), *map(len, others)) if others else len(first)
     return next((i for i in range(length) if any(other[i] != first[i] for other in others)), length)
 
 
 def requests_of(kind: str, tokens: list[list[int]]) -> list[Request]:
-    """The requests of one item: the tokens of each of its prompts, cut into what is given and what is asked.
+    """Return the requests of one item: the tokens of its prompts, each split into given and scored tokens.
 
-    Choices are asked after the beginning that all prompts share. In a schema, the ending that all share is asked. In
-    language modelling the first prompt lacks the answer, and what the second has beyond it is asked.
+    For choices, the tokens after the common prefix of all prompts are scored; in a schema, the common suffix. In
+    language modelling the first prompt lacks the answer, and the additional tokens of the second are scored.
     """
     if kind == "schema":
         length = common_length(*[row[::-1] for row in tokens])
@@ -57,13 +57,14 @@ def requests_of(kind: str, tokens: list[list[int]]) -> list[Request]:
         starts = [common_length(*tokens)] * len(tokens)
     if kind == "language_modeling":
         tokens, starts = tokens[1:], starts[1:]
-    # one token at least is given and one is scored, also where choices are each other's beginning
+    # at least one token is given and one is scored, even if one choice is a prefix of another
     starts = [min(max(start, 1), len(row) - 1) for start, row in zip(starts, tokens)]
     return [Request(row[:start], row[start:]) for start, row in zip(starts, tokens)]
 
 
 def score(lm: LoopedLM, requests: list[Request]) -> torch.Tensor:
-    """Mean cross-entropy of what is asked, and how many tokens are not the likeliest: [depths, 2, requests]."""
+    """Return the mean cross-entropy of scored tokens, and how many of them are not the likeliest token, as
+    [depths, 2, requests]."""
     sums = torch.zeros(len(lm.depths), 3, len(requests), dtype=torch.float64)
     mine = slice(lm.rank, None, lm.world_size)
     sums[:, :, mine] = lm.score_tokens([("", *request) for request in requests[mine]])
@@ -74,7 +75,7 @@ def score(lm: LoopedLM, requests: list[Request]) -> torch.Tensor:
 
 
 def accuracies(lm: LoopedLM, task: CoreTask) -> list[float]:
-    """The accuracy of one task, at each depth."""
+    """Return the accuracy on one task at each depth."""
     tokenizer, start = lm.tokenizer, start_token(lm.tokenizer)
     of_items = []
     for index in range(len(task.items)):

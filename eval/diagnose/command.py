@@ -1,4 +1,4 @@
-"""The papers' measurements on any model: measures, what they write, and one page of all."""
+"""Runs the papers' measurements on models, and writes the results of each and one page of all."""
 
 import argparse
 import inspect
@@ -23,13 +23,13 @@ from .model_and_text import DiagnoseError, ModelAndText, open_model_and_text
 from .options import FILES, parse
 
 
-GIVEN = ("model", "batch", "config", "classes")  # of the subject, to measures that take them
+GIVEN = ("model", "batch", "config", "classes")  # fields of ModelAndText that measures may take
 
 
 class Measure(NamedTuple):
     function: Callable
-    quick: dict = {}  # options in `all`
-    monitored: str | None = None  # its name in a run's metrics.jsonl
+    quick: dict = {}  # options in `looped diagnose all`
+    monitored: str | None = None  # prefix of its metrics in a run's metrics.jsonl
 
     def defaults(self) -> dict:
         parameters = inspect.signature(self.function).parameters.values()
@@ -51,7 +51,7 @@ QUICK = {  # options in `all`
     "update_size": LITTLE,
     "lr_transfer": {"loops": [1, 4], "rates": [2.5e-4, 1e-3, 4e-3], "steps": 10, "rows_per_step": 2},
 }
-MONITORED = {  # names in a run's metrics.jsonl
+MONITORED = {  # prefixes of metrics in a run's metrics.jsonl
     "norm_trajectory": "residual_norm/",
     "spectral": "spectral_radius",
     "state_dynamics": "state_change",
@@ -65,7 +65,7 @@ MEASURES = {
 
 
 def training_series(records: list[dict], prefix: str) -> dict[str, dict]:
-    """{metric: {"step": [...], "value": [...]}} of a run's records."""
+    """Return {metric: {"step": [...], "value": [...]}} from a run's records."""
     series = {}
     for record in records:
         for key, value in record.items():
@@ -79,7 +79,7 @@ def training_series(records: list[dict], prefix: str) -> dict[str, dict]:
 def run_measure(
     name: str, of: ModelAndText | None, folder: Path, beside: dict[str, dict], command: str | None = None, **options
 ) -> tuple[dict, Path]:
-    """Measure, write, draw; returns the result and its picture."""
+    """Measure, write and draw. Return the result and the path of its picture."""
     measure, picture = MEASURES[name], folder / f"{name}.svg"
     result = finite(measure(of, **options))
     used = {**measure.defaults(), **options}
@@ -97,7 +97,7 @@ def run_measure(
 
 
 def run_all(of: ModelAndText, folder: Path, command: str | None = None) -> tuple[list[str], Path]:
-    """What the page begins with, and where it lies."""
+    """Run all measures of a model and write a page. Return the findings at its beginning, and its path."""
     results, left_out = {}, {}
     measures = {name: measure for name, measure in MEASURES.items() if measure.reads_a_model}
     bar = progress(measures.items(), "measures")
@@ -117,7 +117,7 @@ def run_all(of: ModelAndText, folder: Path, command: str | None = None) -> tuple
 
 
 def read_others(paths: list[str]) -> dict[str, dict]:
-    """The curves of depth_curve.json of other models, by the models' names."""
+    """Return {model: result} of the depth_curve.json files of other models."""
     found = {}
     for path in paths:
         name, result = read_result(path)
@@ -128,7 +128,7 @@ def read_others(paths: list[str]) -> dict[str, dict]:
 
 
 def read_result(path: str) -> tuple[str, dict]:
-    """The model of a depth_curve.json, and its curves."""
+    """Return the model's name and the result in a depth_curve.json."""
     try:
         content = json.loads(Path(path).read_text())
     except (OSError, json.JSONDecodeError) as error:
@@ -139,7 +139,7 @@ def read_result(path: str) -> tuple[str, dict]:
 
 
 def models_and_overrides(words: list[str]) -> tuple[list[str], list[str]]:
-    """What is measured, a sweep as its runs; and what changes configs."""
+    """Split the words into models, a sweep replaced by its runs, and field=value words, which change configs."""
     overrides = [word for word in words[1:] if "=" in word and not Path(word).exists()]
     named = [word for word in words if word not in overrides]
     return [str(run) for word in named for run in runs_in(Path(word))], overrides
@@ -176,7 +176,7 @@ def main(arguments: list[str]):
 
 
 def measure_model(args: argparse.Namespace, target: str, overrides: list[str], beside: dict[str, dict]) -> dict:
-    """What was measured of it; {} for a page of all."""
+    """Run one measure on a model and return its result, or run all and return {}."""
     names = ("text", "tokenizer", "rows", "length", "seed", "state_seed", "dtype")
     of = open_model_and_text(target, overrides, **{name: getattr(args, name) for name in names})
     folder = Path(args.output) if args.output else results_folder(target) / "diagnose"

@@ -1,7 +1,7 @@
-"""How the state, the loss and the gradients of one model move over loops.
+"""How the state, the loss and the gradients of one model change over loops.
 
-Every measure takes a causal LM and a batch, the keyword arguments of its forward pass, and gives a dict of numbers.
-Norms are Euclidean and averaged over tokens, as the papers give them; R is ||h|| / sqrt d.
+Every measure takes a causal LM and a batch, the keyword arguments of its forward pass, and returns a dict of numbers.
+Norms are Euclidean and averaged over tokens, as in the papers; R is ||h|| / sqrt d.
 """
 
 import copy
@@ -31,14 +31,14 @@ from looped_recipes.common.measures import (
 from looped_recipes.common.token_losses import perplexity
 
 
-OFF = 1e-3  # of the norm of a state: how far its twin is off
+OFF = 1e-3  # distance of a twin state, relative to the norm of the state
 
 
 def norm_trajectory(model, batch: dict, *, num_loops: int | None = None) -> dict:
     """||h_t|| from the state before the first loop to H_K (residual scaling, figure 7; Fully Looped, figures 2 and 6).
 
-    The first Fully Looped figure follows one loop over training steps; those of a run are in its metrics.jsonl, from
-    the same function.
+    Fully Looped, figure 2, shows one loop over training steps; a run's metrics.jsonl has these norms over steps,
+    computed by the same function.
     """
     trajectory = trace(model, batch, depth_of(model, num_loops)).trajectory
     norms = [mean_norm(state) for state in trajectory]
@@ -52,7 +52,8 @@ def norm_trajectory(model, batch: dict, *, num_loops: int | None = None) -> dict
 
 
 def losses_at_every_depth(model, batch: dict, depth: int) -> list[float]:
-    """Cross-entropy after loops 1..depth: from one pass, or from one each where a prefix is not a shallower pass."""
+    """Return the cross-entropy after loops 1..depth, from one pass, or from one pass per depth if the first loops of a
+    deeper pass are not a shallower pass."""
     with evaluating(model), torch.no_grad():
         if model.config.reads_run_depth:
             return [final_loss(model, batch, k) for k in range(1, depth + 1)]
@@ -71,8 +72,9 @@ def depth_curve(model, batch: dict, *, num_loops: int | None = None) -> dict:
     """Loss at every depth, and what an early exit costs (readout tables 5, 11 and 14, figures 1 and 7; Fully Looped,
     figure 5; Parcae, figure 7).
 
-    exit_gap = CE(1) - CE(N) at the trained depth N, or at the deepest that is run. Norms of the state before and after
-    the norm or damping between loops; beyond the last loop there is no after. By default twice the trained depth.
+    exit_gap = CE(1) - CE(N) at the trained depth N, or at `num_loops` if that is less. norm_before, norm_after: norms
+    of the state before and after the norm or damping between loops; the last loop has no norm_after. num_loops: by
+    default twice the trained depth.
     """
     depth = depth_of(model, 2 * model.trained_depth if num_loops is None else num_loops)
     losses = losses_at_every_depth(model, batch, depth)
@@ -93,7 +95,7 @@ def depth_curve(model, batch: dict, *, num_loops: int | None = None) -> dict:
 
 
 def expansion(matrix: torch.Tensor, states: torch.Tensor) -> float:
-    """||M x|| / ||x||, averaged over tokens; a vector stands for a diagonal matrix."""
+    """Return ||M x|| / ||x||, averaged over tokens; a vector is the diagonal of M."""
     moved = states * matrix if matrix.ndim == 1 else states @ matrix.T
     return (token_rms(moved) / token_rms(states).clamp(min=1e-30)).mean().item()
 
@@ -101,9 +103,9 @@ def expansion(matrix: torch.Tensor, states: torch.Tensor) -> float:
 def spectral(model, batch: dict, *, num_loops: int | None = None) -> dict:
     """The linear maps of a loop, h -> A h + B e and C h (Parcae, table 1, figures 3, 18 and 19).
 
-    A: spectral radius (diagonal injection: its largest entry; concat: of the half of W that meets the state;
-    addition: the identity) and norm. B: norm. C, the map into the coda, where there is one. The expansions are what
-    the maps do to the states that occur: ||A h_t|| / ||h_t|| over the loops, ||C H_K|| / ||H_K||.
+    A: spectral radius and norm. A is a diagonal for a diagonal injection (radius: its largest entry), the half of W
+    that multiplies the state for concat, and the identity for addition. B: norm. C: the map into the coda, if there is
+    one. Expansions are measured on the states that occur: ||A h_t|| / ||h_t|| over the loops, ||C H_K|| / ||H_K||.
     """
     base, depth = model.model, depth_of(model, num_loops)
     maps = linear_maps(base.injection)
@@ -120,7 +122,7 @@ def spectral(model, batch: dict, *, num_loops: int | None = None) -> dict:
         "B": {"spectral_norm": spectral_norm(inputs)},
     }
     matrix = state.to(entering[0].dtype)
-    result["A"]["expansion"] = [expansion(matrix, h) if h.any() else None for h in entering]  # zeros at the first loop
+    result["A"]["expansion"] = [expansion(matrix, h) if h.any() else None for h in entering]  # h_0 may be zeros
     if base.coda_proj is not None:
         seen = []
         with hooks(base.coda_proj.register_forward_pre_hook(lambda _, a: seen.append(a[0]))), evaluating(model):
@@ -134,9 +136,9 @@ def spectral(model, batch: dict, *, num_loops: int | None = None) -> dict:
 def state_dynamics(model, batch: dict, *, num_loops: int | None = None) -> dict:
     """||h_T|| and ||h_T - h_{T-1}|| over T, and the norm at every stage of every loop (Parcae, figures 11, 20 to 22).
 
-    Stages of a loop: what it starts from, after the injection, after each layer, after the gate on its change if there
-    is one. Prelude: the embedding, after each prelude layer, and e as the loop gets it. By default 24 loops or the
-    trained depth, whichever is more.
+    Stages of a loop: its input, after the injection, after each layer, and after the gate on its change if there is
+    one. Prelude: the embedding, after each prelude layer, and e, the input of the loops. num_loops: by default 24 or
+    the trained depth, whichever is more.
     """
     depth = depth_of(model, max(24, model.trained_depth) if num_loops is None else num_loops)
     seen = trace(model, batch, depth)
@@ -159,9 +161,9 @@ def state_dynamics(model, batch: dict, *, num_loops: int | None = None) -> dict:
 def sensitivity(model, batch: dict, *, num_loops: int | None = None) -> dict:
     """What each loop multiplies a small change of the state by, over all tokens of a row: below 1, loops forget it.
 
-    Beside each row runs a twin, whose state after the first loop is off by a thousandth. After every loop the
-    difference is measured and made a thousandth again, so that it turns to where it grows most. Exponent: the mean
-    logarithm over the later half. By default 24 loops or the trained depth, whichever is more.
+    Each row has a twin, whose state is changed by a thousandth after the first loop. After every loop the difference
+    is measured and rescaled to a thousandth, so that it turns into the direction of largest growth. exponent: the mean
+    logarithm of the growth in the later half. num_loops: by default 24 or the trained depth, whichever is more.
     """
     depth = depth_of(model, max(24, model.trained_depth) if num_loops is None else num_loops)
     if depth < 2:
@@ -175,8 +177,8 @@ def sensitivity(model, batch: dict, *, num_loops: int | None = None) -> dict:
         one, other = state.chunk(2)
         difference = other - one
         size = row_norm(difference)
-        lost = size == 0  # nothing is left of it
-        if before is None:  # nor was there any yet: twins may differ by rounding, and then not in all tokens
+        lost = size == 0  # the difference has vanished
+        if before is None:  # first loop: no difference was added yet; twins may differ by rounding in some tokens
             lost = torch.ones_like(lost)
         else:
             growth.append((size / before).log().mean().exp().item())
@@ -202,7 +204,7 @@ def row_norm(state: torch.Tensor) -> torch.Tensor:
 
 
 def default_blocks(model) -> list[str]:
-    """Head, first and middle MLP and middle attention of the core, an injection that learns (FLT, figure 7)."""
+    """Name the head, the first and middle MLP, the middle attention, and a trainable injection (FLT, figure 7)."""
     first, middle = 0, len(model.model.core) // 2
     names = ["lm_head", f"model.core.{first}.mlp", f"model.core.{middle}.mlp", f"model.core.{middle}.self_attn"]
     if any(True for _ in model.model.injection.parameters()):
@@ -226,15 +228,15 @@ def gradient_norms(
 ) -> dict:
     """Gradient norms of named blocks before clipping, and how much they oscillate (Fully Looped, figures 2 and 7).
 
-    A copy of the model takes AdamW steps on the rows of the batch in turn. Oscillation: the standard deviation of
-    log(g_{t+1} / g_t). A run's own series, of every layer of the core, are in its metrics.jsonl.
+    A copy of the model takes AdamW steps on the rows of the batch in turn. oscillation: the standard deviation of
+    log(g_{t+1} / g_t). The metrics.jsonl of a run has the norms during training, for every layer of the core.
     """
     if steps < 3 or not 1 <= rows_per_step <= len(batch["input_ids"]):
         raise ValueError(
             f"oscillation needs at least 3 steps and 1 to {len(batch['input_ids'])} rows per step, got "
             f"steps={steps} and rows_per_step={rows_per_step}"
         )
-    named_blocks(model, blocks)  # before the copy
+    named_blocks(model, blocks)  # checks the names before copying
     model = copy.deepcopy(model).train()
     watched = named_blocks(model, blocks)
     optimizer = torch.optim.AdamW(model.parameter_groups(lr=lr), lr=lr, betas=(0.9, 0.95))

@@ -1,4 +1,4 @@
-"""The charts of every measure: the function of its name draws what it returned."""
+"""Charts of all measures: the function with the name of a measure draws its result."""
 
 import re
 
@@ -7,14 +7,14 @@ from looped_recipes.common.words import counted
 
 
 def over_loops(title: str, y: str, curves: dict[str, list], loops, trained: int | None = None, **options) -> Chart:
-    """A chart of one or more quantities, a value for every loop."""
+    """Return a chart of one or more quantities with a value for every loop."""
     lines = [Line(name, list(zip(loops, values)), named(i)) for i, (name, values) in enumerate(curves.items())]
     marks = {"as trained": trained} if trained else {}
     return Chart(title, "loops", y, lines, marks=marks, whole_x=True, **options)
 
 
 def spread(*series) -> bool:
-    """Whether values of these series are best seen as orders of magnitude."""
+    """Return whether these series need a logarithmic axis."""
     values = [value for one in series for value in one if value is not None]
     return bool(values) and min(values) > 0 and max(values) > 20 * min(values)
 
@@ -39,7 +39,7 @@ RULE_NAMES = {"none": "no scaling", "sqrt": "1/√N", "linear": "1/N", "factored
 
 
 def growth(curves: list, slope: dict, loops: list, title: str, y: str) -> Chart:
-    """A line for every step, and the theory's slope through the first value."""
+    """Draw a line for every step, and the theory's slope through the first value."""
     steps = [(f"step {i}", curve, ordered(i, len(curves))) for i, curve in enumerate(curves)]
     theory = slope["theory"]
     lines = []
@@ -83,7 +83,7 @@ def loop_cosine_fresh(result: dict) -> list:
 
 
 def layer_name(name: str) -> str:
-    """Of a block, a stage or a branch: in words, layers counted from 1."""
+    """Return the name of a block, stage or branch in words; layers count from 1."""
     words = re.sub(r"core[_.](\d+)", lambda match: f"layer {int(match[1]) + 1}", name.removeprefix("model."))
     words = re.sub(r"prelude[_.](\d+)", lambda match: f"prelude layer {int(match[1]) + 1}", words)
     return words.replace("lm_head", "head").replace("self_attn", "attention").replace("mlp", "MLP").replace(".", ", ")
@@ -105,11 +105,11 @@ def premises(result: dict) -> list:
     return [*charts, Bars("Gain of the branches", "‖WU‖ / ‖U‖", gains)]
 
 
-# The theorems' own models
+# The models of the theorems
 
 
 def exponents(title: str, x: str, y: str, at: list, curves: dict[str, tuple[list, float | None]]) -> Chart:
-    """Lines with the theory's exponent from the last value back."""
+    """Draw the curves, each with a line of the theory's exponent through its last value."""
     colors = [ordered(i, len(curves)) for i in range(len(curves))]
     lines = [(name, values, color) for (name, (values, _)), color in zip(curves.items(), colors)]
     theory = [
@@ -186,7 +186,7 @@ def norm_trajectory(result: dict) -> list:
 
 
 def depth_curve(result: dict, beside: dict[str, dict] | None = None) -> list:
-    """Loss and norms over depth; and, beside other models, each one's exit gap against its norm."""
+    """Draw loss and norms over depth; if there are other models, also the exit gap of each model against its norm."""
     loops, trained = result["loop"], result["trained_loops"]
     before, after = result["norm_before"], result["norm_after"]
     norms = {"after a loop": before} | ({} if before[:-1] == after else {"as the next loop gets it": after})
@@ -326,7 +326,7 @@ def token_norms(result: dict) -> list:
 
 
 def future_signal(result: dict) -> list:
-    """A line for each loop k, over how many loops later a loss is."""
+    """Draw a line for each loop k over the number of loops between k and a loss."""
     count = len(result["loop"])
     sizes = [
         Line(f"loop {k}", list(enumerate(values)), ordered(i, count))
@@ -359,7 +359,7 @@ def exit_weighted(result: dict) -> list:
 
 
 def training(series: dict[str, dict]) -> list:
-    """What a run's metrics.jsonl says of the same quantity over its steps."""
+    """Draw the same quantity over training steps, from a run's metrics.jsonl."""
     lines = []
     for i, (name, points) in enumerate(series.items()):
         of, _, part = name.partition("/")  # gradient_norm/core.0.mlp, or state_change

@@ -1,9 +1,9 @@
 """How the state and its updates grow with the number of loops (On the Residual Scaling of Looped Transformers).
 
-Models of this family, pre-norm by default (theorems.py has the theorems' own, without norms), are made from a config
-at several N and trained for a few steps on fixed random tokens, as in the paper's section 5.1: residual scaling "none"
-eps = 1, "sqrt" 1/sqrt N, "linear" 1/N, "factored" 1/(N sqrt L). "looped" applies L layers N times; "unshared" is a
-stack of N independent copies of the same L layers.
+Models of this family are made from a config at several N and trained for a few steps on fixed random tokens, as in the
+paper's section 5.1. They are pre-norm by default; theorems.py has the models of the theorems, without norms. Residual
+scaling: eps = 1 for "none", 1/sqrt N for "sqrt", 1/N for "linear", 1/(N sqrt L) for "factored". "looped" applies L
+layers N times; "unshared" is a stack of N independent copies of the same L layers.
 """
 
 import copy
@@ -23,13 +23,13 @@ LOOPS = (1, 2, 4, 8, 16, 32, 64)
 # exponents of N in theorems 1 to 3 and appendix 7.1; updates: eta eps N
 NORM_THEORY = {
     "looped": {"none": 1.0, "sqrt": 0.5, "linear": 0.0, "factored": 0.0},
-    "unshared": {"none": 0.5, "sqrt": 0.0, "linear": None},  # None: it falls, to what h_0 is
+    "unshared": {"none": 0.5, "sqrt": 0.0, "linear": None},  # None: R falls to that of h_0
 }
 UPDATE_THEORY = {"none": 1.0, "sqrt": 0.5, "linear": 0.0, "factored": 0.0}
 
 
 def with_fields(config: LoopedConfig, **fields) -> LoopedConfig:
-    """Of a model to be made anew, which trains at its own number of loops."""
+    """Return a copy of the config with other fields, for a new model whose trained depth is its num_loops."""
     config = copy.deepcopy(config)
     for name, value in {"trained_num_loops": None, **fields}.items():
         setattr(config, name, value)
@@ -42,7 +42,8 @@ def looped(config: LoopedConfig, num_loops: int, rule: str) -> LoopedConfig:
 
 
 def why_not_unshared(config: LoopedConfig) -> str | None:
-    """A stack of independent layers is a model of this family only where the state alone is carried on."""
+    """Return why this config has no unshared stack, or None. A stack of independent layers is a model of this family
+    only if loops pass on nothing but the state."""
     wanted = {"injection": "none", "inter_loop_norm": "none", "loop_damping": False, "loop_change_gate": False}
     wanted |= {"num_prelude_layers": 0, "num_coda_layers": 0, "value_embeddings": False}
     wanted |= {"loop_lora_rank": None, "loop_norms": False, "loop_embedding": "none"}
@@ -53,7 +54,7 @@ def why_not_unshared(config: LoopedConfig) -> str | None:
 
 
 def unshared(config: LoopedConfig, num_copies: int, rule: str) -> LoopedConfig:
-    """`num_copies` independent copies of the core, run once, with the eps that the rule gives at that depth."""
+    """Return a config of `num_copies` independent copies of the core, run once, with the rule's eps at that depth."""
     eps = looped(config, num_copies, rule).residual_factor(num_copies)
     return with_fields(
         config,
@@ -97,7 +98,7 @@ def optimizer_of(model, lr: float, correct_for_depth: bool = True):
 
 
 def train_steps(model, ids: torch.Tensor, steps: int, lr: float):
-    """h_N on the same tokens before every step and after the last."""
+    """Yield h_N on the same tokens before every step and after the last."""
     optimizer = optimizer_of(model.train(), lr)
     for step in range(steps + 1):
         with torch.enable_grad(), last_state(model) as state:
@@ -110,7 +111,7 @@ def train_steps(model, ids: torch.Tensor, steps: int, lr: float):
 
 
 class EarlyTraining(NamedTuple):
-    """What the first optimizer steps do to h_N of one model."""
+    """Effect of the first optimizer steps on h_N of one model."""
 
     norms: list[float]  # R before every step and after the last
     updates: list[float]  # RMS change of h_N by every step
@@ -137,7 +138,7 @@ def early_training(config: LoopedConfig, seed: int, steps: int, lr: float, num_t
 def mean_curves(
     config: LoopedConfig, arrangement: str, rule: str, name: str, *, loops, seeds: int, **training
 ) -> list[list[float]]:
-    """[steps][loops], averaged over seeds. name: of a field of EarlyTraining; training: steps, lr and num_tokens."""
+    """Return [steps][loops], averaged over seeds. name: field of EarlyTraining; training: steps, lr and num_tokens."""
     curves = []
     for num_loops in progress(loops, "depths"):
         stack = ARRANGEMENTS[arrangement](config, num_loops, rule)
@@ -147,7 +148,7 @@ def mean_curves(
 
 
 def slopes(loops, curves, theory: float | None) -> dict:
-    """Exponents of N: at the first and the last step, over all N and over the deeper half, where h_0 weighs least."""
+    """Fit exponents of N at the first and last step, over all N and over the deeper half, where h_0 matters least."""
     deep = max(3, (len(loops) + 1) // 2)
     return {
         "theory": theory,
@@ -170,8 +171,8 @@ def residual_norm(
 ) -> dict:
     """R = ||h_N|| / sqrt d over N in the first optimizer steps (figure 2; workshop, figure 1), and its slope.
 
-    Theorem 1: R grows as eps N where weights are shared, hence with exponents 1, 1/2, 0 of N under eps = 1, 1/sqrt N,
-    1/N; appendix 7.1: as eps sqrt N where they are not, 1/2 and 0 under the first two, and it falls under the third.
+    Theorem 1: with shared weights R grows as eps N, hence with exponents 1, 1/2, 0 of N for eps = 1, 1/sqrt N, 1/N.
+    Appendix 7.1: with independent weights it grows as eps sqrt N: 1/2 and 0 for the first two; for the third it falls.
     """
     check_sweep(loops, rules, seeds, steps)
     loops, reason = sorted(loops), why_not_unshared(config)
@@ -203,7 +204,7 @@ def update_size(
     """RMS change of h_N by each optimizer step over N at one learning rate (figures 4 and 9).
 
     Theorem 2: ||Delta h_N|| / sqrt d = O(eta eps N), hence exponents 1, 1/2, 0 of N. The exponent of eta eps N itself
-    is fitted over the rules under which it varies; 1 is the theory's.
+    is fitted over the rules for which eta eps N varies with N; in theory it is 1.
     """
     check_sweep(loops, rules, seeds, steps)
     if steps < 1:
@@ -229,7 +230,7 @@ def update_size(
 
 
 def increments(states, eps: float) -> dict:
-    """Cosines and energies of the increments of a trajectory h_0..h_N.
+    """Return cosines and energies of the increments of a trajectory h_0..h_N.
 
     Workshop, equation 2: H_N = ||h_N||^2 / d = H_0 + 2/d sum <h_0, d_i> + 1/d sum_ij <d_i, d_j>, d_i = eps r_i.
     """
@@ -255,14 +256,14 @@ def increments(states, eps: float) -> dict:
 def increments_of_stack(
     config: LoopedConfig, arrangement: str, num_loops: int, steps: int, lr: float, num_tokens: int
 ):
-    """After `steps` optimizer steps; the increments of a whole pass through the L layers, shared or not."""
+    """Return the increments of each pass through the L layers, shared or not, after `steps` optimizer steps."""
     stack = ARRANGEMENTS[arrangement](config, num_loops, "none")
     model, ids = built(stack, 0), random_tokens(config, 1, num_tokens, 0)
     with own_randomness():
         for _ in train_steps(model, ids, steps, lr):
             pass
     seen = trace(model, {"input_ids": ids}, stack.num_loops)
-    every = config.num_core_layers  # of the one loop of an unshared stack
+    every = config.num_core_layers  # layers of a pass in an unshared stack
     states = seen.trajectory if arrangement == "looped" else seen.stages[0][::every]
     return increments(states, 1.0)
 
@@ -279,10 +280,10 @@ def loop_cosine(
 ) -> dict:
     """Cosines between the increments of different loops (figures 3, 6, 8; workshop, figure 2).
 
-    "model": this model as it is, over `num_loops` (figures 6 and 8: after training). "looped" and "unshared": fresh
-    models of its config without residual scaling, `copies` passes of shared layers against as many independent
-    copies, after `steps` optimizer steps (figure 3); copies = 0 leaves them out. Shared weights give dense positive
-    cosines, independent ones give none; `energy` is R^2 and its parts.
+    "model": this model over `num_loops` (figures 6 and 8: after training). "looped" and "unshared": fresh models of
+    its config without residual scaling, with `copies` passes of shared layers or as many independent copies, after
+    `steps` optimizer steps (figure 3); copies = 0 leaves them out. Shared weights give dense positive cosines,
+    independent weights do not; `energy` is R^2 and its parts.
     """
     depth = depth_of(model, num_loops)
     if depth < 2 or copies == 1 or copies < 0:

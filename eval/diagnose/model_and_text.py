@@ -1,4 +1,4 @@
-"""What a diagnosis looks at: a model, from a checkpoint or made from a config, and the tokens it reads."""
+"""The subject of a diagnosis: a model, from a checkpoint or made from a config, and its input tokens."""
 
 import dataclasses
 import difflib
@@ -33,8 +33,8 @@ class DiagnoseError(ValueError):
 class ModelAndText:
     model: LoopedForCausalLM
     batch: dict  # arguments of forward: input_ids, and initial_state where one is drawn
-    where: dict  # what the model and the tokens are
-    records: list[dict]  # of the metrics.jsonl of a training run
+    where: dict  # description of the model and the tokens
+    records: list[dict]  # in the metrics.jsonl of the training run
     tokenizer: str | Path | None = None
     is_fresh: bool = False  # not trained
 
@@ -44,7 +44,7 @@ class ModelAndText:
 
     @cached_property
     def classes(self) -> dict[str, torch.Tensor] | None:
-        """What each token is, white space or a word; None where tokens are random."""
+        """The class of each token, such as white space or words; None if tokens are random."""
         if self.tokenizer is None:
             return None
         return token_classes(AutoTokenizer.from_pretrained(self.tokenizer), self.config.vocab_size)
@@ -61,11 +61,11 @@ def open_model_and_text(
     state_seed: int | None = None,
     dtype: str = "float32",
 ) -> ModelAndText:
-    """`target`: a saved model, a training run's folder, a config (JSON or YAML), or a preset's name.
+    """Open `target`: a saved model, a training run's folder, a config (JSON or YAML), or a preset's name.
 
-    `overrides` are key=value and change a config. Without a text, a trained model reads what its run held out, and a
-    fresh one the embedded corpus. Text is read with the model's tokenizer or the one that is named; where a fresh
-    model has none, tokens are random.
+    overrides: key=value, which change a config. Without a text, a trained model reads the held-out text of its run,
+    and a fresh one the embedded corpus. Text is read with the model's tokenizer or the named one; a fresh model
+    without a tokenizer reads random tokens.
     """
     if rows < 1 or length < 2:
         raise DiagnoseError(f"at least 1 row and 2 tokens in each are needed, got rows={rows} and length={length}")
@@ -128,7 +128,7 @@ def fields_of_json(path: Path) -> dict:
 
 
 def fields_of_yaml(path: str) -> dict:
-    """Of a recipe, found as `looped pretrain` finds it; or of the file itself."""
+    """Return the model fields of a recipe, found as `looped pretrain` finds it, or those in the file itself."""
     fields = read_yaml(path)
     if not fields.keys() & {"extends", "model", *SECTIONS}:
         return fields
@@ -155,7 +155,7 @@ def make_config(fields: dict, overrides: list[str]) -> LoopedConfig:
 
 
 def own_tokens(target: str, run: Path | None, tokenizer: str | None, rows: int, length: int):
-    """[rows, length] of what the run of a trained model held out, and what was read."""
+    """Return [rows, length] tokens that the run of a trained model held out, and the name of the text."""
     if run is None:
         raise DiagnoseError(
             f"{target!r} is in no training run, so what it was trained on is not known: pass --text with a text that "
@@ -167,7 +167,7 @@ def own_tokens(target: str, run: Path | None, tokenizer: str | None, rows: int, 
 
 
 def tokens(config, tokenizer, text: str | None, rows: int, length: int, seed: int):
-    """[rows, length] of text joined by the end token, and what was read."""
+    """Return [rows, length] tokens of texts joined by the end token, and the name of the text."""
     if tokenizer is None:
         if text is not None:
             raise DiagnoseError(

@@ -52,7 +52,7 @@ class Option(NamedTuple):
 
 
 class Described(NamedTuple):
-    """What the source of a measure says of it, which is read because its import takes seconds."""
+    """Description of a measure, read from its source because importing it takes seconds."""
 
     about: str  # the first paragraph of its docstring
     reads_a_model: bool
@@ -85,7 +85,7 @@ def describe(function: ast.FunctionDef, constants: dict[str, ast.expr]) -> Descr
 
 
 def add_option(parser: argparse.ArgumentParser, option: Option):
-    """A flag, typed by the annotation."""
+    """Add a flag with the type of the annotation."""
     flag, kind = "--" + option.name.replace("_", "-"), option.annotation.removesuffix(" | None")
     if kind == "bool":
         parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS)

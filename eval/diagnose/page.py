@@ -1,4 +1,4 @@
-"""What the measures found, as sections of a page: those of the model itself, then those of fresh models."""
+"""Results of the measures as sections of a page: first those of the model, then those of fresh models."""
 
 from looped_eval.common.page import Charts, Finding, Folded, Heading, Section, Table, Text, numbers
 
@@ -7,28 +7,28 @@ from .readings import READINGS
 
 
 HEADLINES = ("depth_curve", "norm_trajectory", "radial_gradient")
-PARTS = {"loop_cosine": ("loop_cosine", "loop_cosine_fresh")}  # of the model, and of fresh ones
+PARTS = {"loop_cosine": ("loop_cosine", "loop_cosine_fresh")}  # of the model, and of fresh models
 
 
 def parts(name: str, result: dict) -> list[str]:
-    """The readings that a measure's result gives."""
+    """Return the names of the readings in a measure's result."""
     return [part for part in PARTS.get(name, (name,)) if part != "loop_cosine_fresh" or "looped" in result]
 
 
 def said(part: str, result: dict) -> str:
     try:
         return getattr(sentences, part)(result)
-    except (TypeError, ValueError, ZeroDivisionError):  # None stands where a number was not finite
+    except (TypeError, ValueError, ZeroDivisionError):  # numbers that were not finite are None
         return "Some of what was measured is not a finite number."
 
 
 def findings(name: str, result: dict) -> list[str]:
-    """What a measure found, a sentence for each of its readings."""
+    """Return a sentence for each reading of a measure."""
     return [said(part, result) for part in parts(name, result)]
 
 
 def charts_of(name: str, result: dict, beside: dict[str, dict] | None = None) -> list:
-    """Everything that is drawn of a result."""
+    """Return all charts of a result."""
     drawn = [chart for part in parts(name, result) for chart in getattr(figures, part)(result)]
     if beside:
         drawn = figures.depth_curve(result, beside)
@@ -36,7 +36,7 @@ def charts_of(name: str, result: dict, beside: dict[str, dict] | None = None) ->
 
 
 def side_by_side(results: dict[str, dict]) -> Table:
-    """The single numbers of one measure, a column for each model."""
+    """Return a table of the single numbers of one measure, a column for each model."""
     tables = {name: dict(numbers(without_training(result)).rows) for name, result in results.items()}
     every = dict.fromkeys(number for table in tables.values() for number in table)
     return Table(["", *tables], [[number, *(table.get(number, "–") for table in tables.values())] for number in every])
@@ -47,7 +47,7 @@ def without_training(result: dict) -> dict:
 
 
 def measured(part: str, result: dict) -> list:
-    """The blocks of one reading, its finding first."""
+    """Return the blocks of one reading, its finding first."""
     reading = READINGS[part]
     charts = getattr(figures, part)(result)
     if not reading.fresh:
@@ -58,7 +58,7 @@ def measured(part: str, result: dict) -> list:
 
 
 def sections(results: dict[str, dict], left_out: dict[str, str] | None = None) -> list[Section]:
-    """results: {measure: result}; left_out: {measure: why}."""
+    """Return the sections of a page. results: {measure: result}; left_out: {measure: why}."""
     found = [(part, result) for name, result in results.items() for part in parts(name, result)]
     found.sort(key=lambda each: list(READINGS).index(each[0]))
     own = [Section(READINGS[part].title, measured(part, r)) for part, r in found if not READINGS[part].fresh]

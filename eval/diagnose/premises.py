@@ -1,8 +1,9 @@
-"""What the theorems of On the Residual Scaling of Looped Transformers assume, measured on any model.
+"""Measures on any model what the theorems of On the Residual Scaling of Looped Transformers assume.
 
-A branch (attention or MLP) ends in a matrix W, which every loop shares: r_n = W u_n adds up to W U, U = sum_n u_n, so
-that the sum grows as N where activations u_n agree and W does not shrink U. The theorems prove the agreement from
-ReLU's signs (their positive cone); a model of this family has other activations, and here it is measured instead.
+A branch (attention or MLP) ends in a matrix W, which all loops share: the outputs r_n = W u_n add up to W U with
+U = sum_n u_n. So the sum grows as N if the activations u_n agree and W does not shrink U. The theorems prove the
+agreement for ReLU, whose outputs are not negative (the positive cone). Models of this family have other activations,
+so the agreement is measured here.
 """
 
 from dataclasses import dataclass
@@ -15,22 +16,22 @@ from modeling_looped.tensors import at_least_fp32
 
 
 def overlap(total: torch.Tensor, squares: torch.Tensor, count: int) -> float:
-    """||sum of vectors||^2 / (count * sum of ||vector||^2): 1 if they are one vector, 1 / count if orthogonal."""
+    """Return ||sum of vectors||^2 / (count * sum of ||vector||^2): 1 if all are equal, 1 / count if orthogonal."""
     least = torch.finfo(squares.dtype).tiny
     return (total.square().sum(-1) / (count * squares).clamp(min=least)).mean().item()
 
 
 def cone_gain(matrix: torch.Tensor, starts: int = 16, steps: int = 300, seed: int = 0) -> tuple[float, float]:
-    """Least and largest ||W x|| / ||x|| found over x with no negative entry (theorem 1's c_W and C_W).
+    """Search the least and largest ||W x|| / ||x|| over x with no negative entry (c_W and C_W of theorem 1).
 
-    Both are local searches from `starts` random x, so that the least is an upper bound of c_W, and the largest a lower
-    bound of C_W.
+    Both searches are local, from `starts` random x. So the least value found is an upper bound of c_W, and the largest
+    a lower bound of C_W.
     """
     gram = matrix.T @ matrix
     top = torch.linalg.eigvalsh(gram)[-1]
     x = torch.randn(starts, len(gram), generator=torch.Generator().manual_seed(seed), dtype=matrix.dtype).abs()
     ends = []
-    for map_of in (2 * top * torch.eye(len(gram), dtype=gram.dtype) - gram, gram):  # positive: each step gains
+    for map_of in (2 * top * torch.eye(len(gram), dtype=gram.dtype) - gram, gram):  # semidefinite: each step gains
         at = x
         for _ in range(steps):
             at = torch.nn.functional.normalize((at @ map_of).clamp(min=0), dim=-1)
@@ -40,7 +41,7 @@ def cone_gain(matrix: torch.Tensor, starts: int = 16, steps: int = 300, seed: in
 
 @dataclass
 class Branch:
-    """Sums over loops, by token, of what a branch's last matrix reads and gives."""
+    """Sums over loops, for each token, of the inputs and outputs of a branch's last matrix."""
 
     name: str
     linear: torch.nn.Linear
@@ -85,9 +86,9 @@ def branches(model) -> list[Branch]:
 def premises(model, batch: dict, *, num_loops: int | None = None) -> dict:
     """Mass, scale, overlap and gain of every branch, and how layers and loops add up (theorems 1 and 3).
 
-    Overlaps are ||sum||^2 over count times the sum of squares: 1 if all loops (layers) give one vector, 1/count if
-    they are orthogonal. Theorem 1 needs the residuals of loops to overlap whatever N, theorem 3 those of layers not to
-    (1/count). A norm on what a branch adds, where the model has one, comes after what is measured here.
+    An overlap is ||sum||^2 / (count * sum of squares): 1 if all loops (layers) give the same vector, 1/count if their
+    vectors are orthogonal. Theorem 1 needs residuals of loops that overlap at every N, theorem 3 residuals of layers
+    that do not (1/count). If the model norms what a branch adds, that norm comes after what is measured here.
     """
     depth = depth_of(model, num_loops)
     if depth < 2:

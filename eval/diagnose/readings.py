@@ -1,5 +1,5 @@
-"""What every measure is called and how it is read; the functions of its name in sentences.py and figures.py say and
-draw what it found."""
+"""Title and explanation of every measure. The functions with its name in sentences.py and figures.py describe and draw
+its result."""
 
 from typing import NamedTuple
 
@@ -9,7 +9,7 @@ from looped_eval.common.page import Explanation
 class Reading(NamedTuple):
     title: str
     explanation: Explanation
-    fresh: bool = False  # of models that the measure makes anew from the config
+    fresh: bool = False  # measured on new models made from the config
 
 
 SCALE_PAPER = "Readout Blind Spot"

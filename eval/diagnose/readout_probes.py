@@ -1,6 +1,6 @@
-"""What readouts see of the state's scale (Dense Supervision Is Not Enough: The Readout Blind Spot).
+"""How readouts depend on the scale of the state (Dense Supervision Is Not Enough: The Readout Blind Spot).
 
-Every measure takes a causal LM and a batch, the keyword arguments of its forward pass, and gives a dict of numbers.
+Every measure takes a causal LM and a batch, the keyword arguments of its forward pass, and returns a dict of numbers.
 """
 
 import torch
@@ -15,7 +15,7 @@ SETTLED = 10  # table 12 averages from this loop on
 
 
 def entropy_and_margin(logits: torch.Tensor) -> tuple[float, float]:
-    """Entropy of the predicted distribution, and top logit minus second, averaged over tokens."""
+    """Return the entropy of the predicted distribution and the top logit minus the second, averaged over tokens."""
     logits = logits.double()
     margin, _ = logit_margin(logits, {})
     return entropy_of(logits).mean().item(), margin.mean().item()
@@ -24,12 +24,12 @@ def entropy_and_margin(logits: torch.Tensor) -> tuple[float, float]:
 def radial_gradient(model, batch: dict, *, num_loops: int | None = None) -> dict:
     """How much of the readout's gradient points along the state (tables 3 and 6).
 
-    L_k is the cross-entropy of the readout after loop k, as a function of H_k alone: what comes later, and what later
-    losses say of H_k, is left out. With g = dL_k / dH_k,
+    L_k is the cross-entropy of the readout after loop k, as a function of H_k alone; later loops and their losses are
+    left out. With g = dL_k / dH_k,
 
         r_k = mean over tokens of |<g, H_k>| / (||g|| ||H_k||),    g_k = <g, H_k> over all tokens = dL_k / dlog ||H_k||
 
-    Lemma 1: both are 0 for a readout that does not see scale, up to the norm's epsilon, O(eps / s^2).
+    Lemma 1: both are 0 for a readout that does not depend on scale, up to the norm's epsilon, O(eps / s^2).
     """
     depth = depth_of(model, num_loops)
     result = {"loop": list(range(1, depth + 1)), "r": [], "g": [], "norm": [], "entropy": [], "margin": [], "ce": []}
@@ -38,7 +38,7 @@ def radial_gradient(model, batch: dict, *, num_loops: int | None = None) -> dict
 
         def cut(loop, state):
             nonlocal leaf
-            leaf = state.detach().requires_grad_()  # of the last loop, in the end
+            leaf = state.detach().requires_grad_()  # finally that of the last loop
             return leaf
 
         with evaluating(model), rewritten_states(model, cut), torch.enable_grad():
@@ -75,7 +75,7 @@ def scale_sweep(
 
 
 def freeze_scale():
-    """After loop 1 every token keeps its loop-1 RMS: H_k * s_1 / s_k."""
+    """Return a rewrite that keeps the RMS of every token after loop 1: H_k * s_1 / s_k."""
     first = None
 
     def rewrite(loop, state):
@@ -89,7 +89,7 @@ def freeze_scale():
 
 
 def remove_radial():
-    """After loop 1 only what turns the state is added: H_{k+1} = H_k + b_perp(H_k)."""
+    """Return a rewrite that adds, after loop 1, only updates across the state: H_{k+1} = H_k + b_perp(H_k)."""
     before = None
 
     def rewrite(loop, state):
@@ -103,9 +103,9 @@ def remove_radial():
 def radial_clamp(model, batch: dict, *, num_loops: int | None = None) -> dict:
     """What the growth of scale is worth to the prediction (table 4).
 
-    Loop 1 runs as it is; then scale is held ("freeze") or the radial part of each update is left out
-    ("remove_radial"), before decoding and recurrence. Cross-entropy against the pass as it is, and norms of H_K as a
-    ratio.
+    Loop 1 is not changed. After later loops the scale is kept ("freeze") or the radial part of each update is removed
+    ("remove_radial"), before readout and recurrence. delta_ce and norm_ratio compare the cross-entropy and the norm of
+    H_K with those of the unchanged pass.
     """
     depth = depth_of(model, num_loops)
     if depth < 2:
@@ -129,7 +129,7 @@ def radial_clamp(model, batch: dict, *, num_loops: int | None = None) -> dict:
 
 
 def lemma_2_premises(config) -> list[str]:
-    """What in this model is not the pre-norm residual loop of lemma 2."""
+    """Return the settings in which this model differs from the pre-norm residual loop of lemma 2."""
     wanted = {"injection": "none", "block_norm": "pre", "inter_loop_norm": "none", "loop_damping": False}
     wanted["loop_change_gate"] = False
     return [f"{name}={getattr(config, name)!r}" for name, value in wanted.items() if getattr(config, name) != value]
@@ -179,7 +179,7 @@ def token_norms(model, batch: dict, classes: dict | None = None, *, num_loops: i
 
 
 def token_classes(tokenizer, vocab_size: int) -> dict[str, torch.Tensor]:
-    """White space, words (anything with a letter or digit), punctuation and special tokens: bool [vocabulary] each."""
+    """Return bool [vocabulary] for white space, words (with a letter or digit), punctuation and special tokens."""
     classes = {name: torch.zeros(vocab_size, dtype=torch.bool) for name in ("white_space", "words", "punctuation")}
     classes["special"] = torch.ones(vocab_size, dtype=torch.bool)
     for index in set(range(len(tokenizer))) - set(tokenizer.all_special_ids):
@@ -192,8 +192,8 @@ def token_classes(tokenizer, vocab_size: int) -> dict[str, torch.Tensor]:
 def exit_weighted(model, batch: dict, *, num_loops: int | None = None) -> dict:
     """Cross-entropy of the logits averaged over loops with the exit probabilities (table 6, Ouro's label path).
 
-    So it is at every depth (table 8, figure 7), where the last loop takes what has not exited. Beside it the mean of
-    the loops' cross-entropies with the same weights, and that of the last loop.
+    ce_at_depth has it at every depth (table 8, figure 7), where the last loop takes the probability that is left.
+    expected_ce is the mean of the loops' cross-entropies with the same weights, last_ce that of the last loop.
     """
     if model.exit_gate is None:
         raise ValueError("exit-weighted logits need an exit gate, but this model has exit_gate='none'")
@@ -225,9 +225,9 @@ def exit_weighted(model, batch: dict, *, num_loops: int | None = None) -> dict:
 def future_signal(model, batch: dict, *, num_loops: int | None = None, horizon: int | None = None) -> dict:
     """What the losses of later loops say of a loop's scale (equation 4).
 
-    signal[k, t] = dL_{k+t} / dlog s_k, where the states of all tokens after loop k are scaled together and what comes
-    later follows; size[k, t] is the sum over tokens of the absolute derivatives by each token's own log s. t = 0 is
-    the readout after the loop itself; horizon: the largest t, by default that of the last loop. The estimate says
+    signal[k, t] = dL_{k+t} / dlog s_k, where the states of all tokens after loop k are scaled together and later loops
+    run on them; size[k, t] is the sum over tokens of the absolute derivatives by the log s of each token. t = 0 is the
+    readout after loop k; horizon: the largest t, by default up to the last loop. According to the estimate
     size <= C t / s_k, so C is at least
 
         constant[k, t] = size[k, t] s_k / t,    t >= 1

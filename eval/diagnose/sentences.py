@@ -1,4 +1,4 @@
-"""The sentence that says what each measure found. Each takes the result as it stands in the JSON."""
+"""Sentences that say what each measure found. Every function takes a result as in the JSON."""
 
 import math
 
@@ -9,7 +9,7 @@ from looped_recipes.common.words import counted
 from .figures import RULE_NAMES, layer_name
 
 
-NOTHING = 1e-4  # of losses and sizes of about 1: less is rounding, or not worth a word
+NOTHING = 1e-4  # limit for losses and sizes of about 1; less is rounding, or negligible
 
 
 def times(value: float) -> str:
@@ -21,7 +21,7 @@ def share(value: float) -> str:
 
 
 def hundredths(value: float) -> str:
-    """Of a cosine or an exponent."""
+    """Format a cosine or an exponent."""
     return f"{round(value, 2) + 0.0:.2f}".replace("-", "−")
 
 

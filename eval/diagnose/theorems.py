@@ -30,8 +30,8 @@ def matrices(seed: int, *shape: int) -> torch.Tensor:
 
 
 def run(weights: torch.Tensor, h: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Activations u and residuals r = W u, [N, L, d] each, and h_out; weights are [N, L, d, d], views of [L, d, d]
-    where loops share them."""
+    """Return activations u and residuals r = W u, [N, L, d] each, and h_out. weights: [N, L, d, d], a view of
+    [L, d, d] if loops share them."""
     activations, residuals = [], []
     for of_loop in weights:
         for weight in of_loop:
@@ -55,7 +55,7 @@ def check(width: int, seeds: int, **counts):
 
 
 def slopes(x: list[float], y: list[float]) -> dict:
-    """Exponents over all of x and over its deeper half, where what is of lower order weighs least."""
+    """Return exponents over all of x and over its deeper half, where terms of lower order matter least."""
     deep = max(3, (len(x) + 1) // 2)
     return {"all": power_law(x, y), "deep": power_law(x[-deep:], y[-deep:])}
 
@@ -68,7 +68,7 @@ def averaged(rows: list[dict]) -> dict:
 
 
 def sums_of_residuals(weights: torch.Tensor, h_0: torch.Tensor, eps: float) -> dict:
-    """Conclusions and premises, of one run, of theorem 1, lemma 4 and equation R_N^2 = R_0^2 + B_N + C_N."""
+    """Return conclusions and premises of theorem 1, lemma 4 and equation R_N^2 = R_0^2 + B_N + C_N for one run."""
     activations, residuals, out = run(weights, h_0, eps)
     u, r, loops, width = activations[:, 0], residuals[:, 0], len(weights), len(h_0)
     total, activation_sum = r.sum(0), u.sum(0)
@@ -95,10 +95,11 @@ def theorem_1(
 ) -> dict:
     """||sum_n r_n||^2 / d over N in theorem 1's own model, W shared and independent, eps = N^-alpha.
 
-    Shared, it grows as N^2 wherever the premises hold with constants that do not depend on N, which alpha >= 1 gives;
-    below, activations grow with N and it grows faster. Independent (appendix 7.1), it grows as N for alpha >= 1/2. R
-    stays bounded for alpha >= 1 and >= 1/2. Averages over seeds; m_minus and q_plus are the least and largest averages
-    over N. cone_gain: least and largest gain found over the cone, beside lemma 5's limits.
+    With shared W it grows as N^2 if the premises hold with constants that do not depend on N, as for alpha >= 1; for
+    smaller alpha, activations grow with N and it grows faster. With independent W (appendix 7.1) it grows as N for
+    alpha >= 1/2. R stays bounded for alpha >= 1 and alpha >= 1/2, respectively. All values are averages over seeds;
+    m_minus and q_plus are the least and largest averages over N. cone_gain: least and largest gain found over the
+    cone; lemma_5 has their limits.
     """
     check(width, seeds, loops=loops)
     loops = sorted(loops)
@@ -132,7 +133,7 @@ def theorem_1(
 
 
 def one_update(weight: torch.Tensor, update: torch.Tensor, h_0: torch.Tensor, loops: int, eps: float, eta: float):
-    """Change of h_N, and the constants of appendix 7.3."""
+    """Return the change of h_N and the constants of appendix 7.3."""
     both = [run(w.expand(loops, 1, -1, -1), h_0, eps) for w in (weight, weight + update)]
     (before, _, out), (after, _, out_after) = [(u[:, 0], r, h) for u, r, h in both]
     change, activation_sum = out_after - out, before.sum(0)
@@ -163,9 +164,9 @@ def theorem_2(
 ) -> dict:
     """Change of h_N by one update of random signs, Delta W = eta / sqrt d S, over N in theorem 1's model.
 
-    Where eps N is bounded (alpha >= 1) it is at most C_Delta Q_+ e^M eta eps N, hence an exponent of N of 1 - alpha at
-    most; exactly that where zeta, the gain of Delta W along U, is Theta(1) and theta, the share of what is not linear
-    in Delta W, stays below 1.
+    If eps N is bounded (alpha >= 1), it is at most C_Delta Q_+ e^M eta eps N, so its exponent of N is at most
+    1 - alpha. It is exactly 1 - alpha if zeta, the gain of Delta W along U, is Theta(1) and theta, the share of the
+    change that is not linear in Delta W, stays below 1.
     """
     check(width, seeds, loops=loops)
     if not eta > 0:
@@ -196,13 +197,13 @@ def replaced(weights: torch.Tensor, layer: int, by: torch.Tensor) -> torch.Tenso
 
 
 def branch_outputs(weights: torch.Tensor, h_0: torch.Tensor, loops: int, eps: float):
-    """Y_l = W_l mean_n relu(h_{n,l}) [L, d], activations [N, L, d] and h_out, for weights [L, d, d]."""
+    """Return Y_l = W_l mean_n relu(h_{n,l}) [L, d], activations [N, L, d] and h_out, for weights [L, d, d]."""
     activations, residuals, out = run(weights.expand(loops, -1, -1, -1), h_0, eps)
     return residuals.mean(0), activations, out
 
 
 def jacobians(weights: torch.Tensor, activations: torch.Tensor, eps: float):
-    """Jacobians of h_out by what is added after branch (n, l), from the last to the first."""
+    """Yield the Jacobian of h_out by the state after branch (n, l), from the last branch to the first."""
     jacobian = torch.eye(weights.shape[-1], dtype=weights.dtype)
     for n in reversed(range(activations.shape[0])):
         for layer in reversed(range(activations.shape[1])):
@@ -211,7 +212,7 @@ def jacobians(weights: torch.Tensor, activations: torch.Tensor, eps: float):
 
 
 def of_stack(seed: int, width: int, layers: int, loops: int, scale: float) -> dict:
-    """Conclusions and premises of theorem 6 and proposition 7 for one draw, with eps = lambda / (N sqrt L)."""
+    """Return conclusions and premises of theorem 6 and proposition 7 for one draw, with eps = lambda / (N sqrt L)."""
     eps = scale / (loops * layers**0.5)
     beta = eps * loops
     weights, h_0 = matrices(3 * seed, layers, width, width), gaussian(3 * seed + 1, width)
@@ -250,7 +251,7 @@ def of_stack(seed: int, width: int, layers: int, loops: int, scale: float) -> di
 
 
 def stacks(seeds: int, *sizes) -> dict:
-    """Averages over seeds; a_min and a_max are those of the layers with the least and the largest average."""
+    """Return averages over seeds; a_min and a_max are the least and the largest average over layers."""
     rows = [of_stack(seed, *sizes) for seed in range(seeds)]
     squares = torch.stack([row.pop("Y_squared") for row in rows]).mean(0)
     return {**averaged(rows), "a_min": squares.min().item(), "a_max": squares.max().item()}
@@ -266,10 +267,10 @@ def theorem_3(
 ) -> dict:
     """||sum_l G_l||^2 / d over L and N in the model of theorem 3, eps = lambda / (N sqrt L), and its premises.
 
-    It grows as L N^2 where every branch keeps its size (a_min, a_max), and one layer's weights reach another branch
-    only through beta = eps N (C_0, C_1, averages over layers); then R is bounded in both. linear_change: what one
-    update of every layer by random signs changes at first order, over eta, at most C_J C_delta lambda sqrt L
-    (proposition 7), reached where the updates of layers are coherent.
+    It grows as L N^2 if every branch keeps its size (a_min, a_max) and the weights of one layer affect another branch
+    only through beta = eps N (C_0, C_1, averages over layers); then R is bounded in L and N. linear_change: the
+    first-order change by one update of every layer with random signs, over eta. It is at most C_J C_delta lambda
+    sqrt L (proposition 7), which is reached if the updates of layers are coherent.
     """
     check(width, seeds, layers=layers, loops=loops)
     if not scale > 0:

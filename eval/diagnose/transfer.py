@@ -24,7 +24,7 @@ def trained_loss(
     max_loss: float | None = None,
     correct_for_depth: bool = True,
 ) -> float | None:
-    """Validation loss on the last quarter of the rows after training on the others; None if the run diverged.
+    """Train on all rows but the last quarter; return the loss on that quarter, None if the run diverged.
 
     The rate rises during the first tenth of the steps and falls to zero during the last fifth.
     """
@@ -83,11 +83,10 @@ def lr_transfer(
 ) -> dict:
     """The best learning rate over N, and over depth L (figure 5): under eps = 1/N it does not move with N.
 
-    One short AdamW run for every rule, L, N, rate and seed, with the rates per block that `parameter_groups` gives;
-    without `correct_for_depth` all parameters have the same rate under "factored" too. A run that ends above
-    `max_loss`, by default a tenth above the loss of guessing evenly, has diverged and is left out. The optimum is
-    fitted, with an interval; shifts are in octaves, over N from the smallest N and over L from the
-    smallest L.
+    There is one short AdamW run for every rule, L, N, rate and seed, with the rates per block of `parameter_groups`;
+    without `correct_for_depth` all parameters have the same rate, also under "factored". A run that ends above
+    `max_loss`, by default 1.1 times the loss of a uniform guess, counts as diverged and is left out. The optimum is
+    fitted, with an interval; shifts are in octaves, over N from the smallest N and over L from the smallest L.
     """
     rules, layers = rules or [config.residual_scaling], layers or [config.num_core_layers]
     check_grid(batch, loops, rates, rules, layers, steps, seeds, max_loss)
@@ -118,7 +117,7 @@ def lr_transfer(
 
 
 def shifts_over_layers(panels: list[dict], rule: str, loops: list[int]) -> dict:
-    """{N: {L: shift of the optimum from the first L}}"""
+    """Return {N: {L: shift of the optimum from the first L}}."""
     of_rule = [panel for panel in panels if panel["rule"] == rule]
     return {
         str(n): shifts({str(panel["layers"]): panel["curves"][str(n)]["optimum"] for panel in of_rule}) for n in loops

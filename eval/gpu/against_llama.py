@@ -1,4 +1,4 @@
-"""A training step of C layers and N loops against transformers' Llama of C * N layers, all compiled, in turns."""
+"""A training step of C layers and N loops against transformers' Llama of C * N layers, both compiled, in turns."""
 
 from argparse import Namespace
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from looped_recipes.engine.compiling import compile_blocks, compile_parts
 from .pieces import Measurement, Setting
 
 
-# C, N, width: at equal products, of layers of a usual width and of narrow ones, where launches weigh more
+# C, N, width: layers of a usual width, and narrow ones, where kernel launches weigh more
 SHAPES = {"6x4_width_1536": (6, 4, 1536), "12x4_width_768": (12, 4, 768), "2x12_width_2048": (2, 12, 2048)}
 
 

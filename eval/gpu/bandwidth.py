@@ -1,4 +1,4 @@
-"""Greedy decoding at batch 1 against both limits of bandwidth: see eval/benchmark/bandwidth.py."""
+"""Greedy decoding at batch 1 against both bandwidth limits (see eval/benchmark/bandwidth.py)."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ from .against_llama import shaped
 from .pieces import Measurement, Setting
 
 
-# C, N, width: a core that fits into a cache of 50 MB, and one that is in memory alone
+# C, N, width: a core that fits into a cache of 50 MB, and one that does not
 SHAPES = {"1x16_width_1024": (1, 16, 1024), "12x4_width_2048": (12, 4, 2048)}
 
 

@@ -1,4 +1,4 @@
-"""Runs the pieces of the check, each in a process of its own."""
+"""Run the pieces of the check, each in a separate process."""
 
 import gc
 import os
@@ -19,7 +19,7 @@ from .verdict import verdict, write_page
 
 
 TINY_LIMIT = 480  # seconds
-GRACE = 25  # seconds in which a training saves its step after it was told to end
+GRACE = 25  # seconds that a terminated training has to save a checkpoint
 
 
 def main(arguments: list[str]):
@@ -28,7 +28,7 @@ def main(arguments: list[str]):
     setting.out.mkdir(parents=True, exist_ok=True)
     ledger = Ledger(setting.out)
     if args.piece:
-        end_with(os.getppid())  # in a session of its own, it would go on measuring beside the next
+        end_with(os.getppid())  # this process has its own session, so it would otherwise outlive its parent
         return 0 if run_here(next(piece for piece in PIECES if piece.name == args.piece), setting, ledger) else 1
     end = time.monotonic() + 60 * args.minutes
     for piece in PIECES:
@@ -49,7 +49,7 @@ def main(arguments: list[str]):
 
 
 def run_here(piece: Piece, setting: Setting, ledger: Ledger) -> bool:
-    """Measures what is missing. Whether nothing failed."""
+    """Run the missing measurements of a piece, and return whether all of them succeeded."""
     torch.manual_seed(0)
     measured, whole = ledger.measured(piece.name), True
     for measurement in piece.measurements(setting):
@@ -57,7 +57,7 @@ def run_here(piece: Piece, setting: Setting, ledger: Ledger) -> bool:
             continue
         try:
             result = measurement.run()
-        except Exception as error:  # whatever it is, the next one may still be measured
+        except Exception as error:  # whatever failed, the next measurement may still succeed
             result, whole = {"broke": f"{type(error).__name__}: {error}"[:500]}, False
         ledger.write_result(piece.name, measurement.name, result)
         print(measurement.name, result, flush=True)
@@ -66,7 +66,7 @@ def run_here(piece: Piece, setting: Setting, ledger: Ledger) -> bool:
 
 
 def let_go_of_memory():
-    """Of the models before, also of what was compiled for them."""
+    """Free the memory of earlier models and of the code compiled for them."""
     torch._dynamo.reset()
     gc.collect()
     if torch.cuda.is_available():
@@ -75,7 +75,7 @@ def let_go_of_memory():
 
 
 def run_apart(piece: Piece, setting: Setting, limit: float) -> Ended:
-    """In a process group of its own, which ends with its limit; what it says goes to logs/."""
+    """Run a piece in a separate process group, stop it after `limit` seconds, and write its output to logs/."""
     command = [sys.executable, "-m", "looped_eval.gpu", str(setting.out), "--piece", piece.name]
     command += ["--device", setting.device, "--text", setting.text, *(["--tiny"] if setting.tiny else [])]
     command += ["--named", *setting.named] if setting.named else []
@@ -86,7 +86,7 @@ def run_apart(piece: Piece, setting: Setting, limit: float) -> Ended:
         process = subprocess.Popen(command, stdout=file, stderr=file, env=environment, start_new_session=True)
         try:
             status = process.wait(limit)
-        except BaseException as reason:  # its limit, or the end of this command
+        except BaseException as reason:  # the limit was reached, or this command was stopped
             stop(process)
             if not isinstance(reason, subprocess.TimeoutExpired):
                 raise

@@ -1,4 +1,4 @@
-"""Decoding with early exit at batch 1, 8 and 64, over what the operations of the loops and checks that ran predict."""
+"""Time of decoding with early exit at batch 1, 8 and 64, over that predicted from the loops and checks that ran."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -15,7 +15,7 @@ from .pieces import Measurement, Setting
 
 CRITERIA = ("logit_margin", "latent_diff")
 BATCHES = (1, 8, 64)
-CHECKS = 4  # of which one is read back
+CHECKS = 4  # checks for each read-back by the host
 
 
 def measurements(setting: Setting) -> Iterator[Measurement]:
@@ -40,7 +40,8 @@ def measurements(setting: Setting) -> Iterator[Measurement]:
 
 
 def measure_late_reads(model, prompt, criterion: str, args) -> dict:
-    """Time of a whole call, over that where every check is read back. The device is waited for at its ends alone."""
+    """Return the time of a call that reads back one of CHECKS checks, over that of a call that reads back every check.
+    The device is synchronized only at the start and the end of a call."""
     exits = {"exit_criterion": criterion, "exit_threshold": passing_threshold(model, prompt, criterion)}
     how = {"max_new_tokens": args.new_tokens, "attention_mask": torch.ones_like(prompt), "do_sample": False, **exits}
 

@@ -1,4 +1,4 @@
-"""Decoding whose passes are CUDA graphs, over the same kernel by kernel."""
+"""Decoding with passes as CUDA graphs, against decoding that launches kernel by kernel."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""Residual scaling at width 768: figure 2, the norm of the state over N, and figure 4, its change by a step."""
+"""Residual scaling at width 768: the norm of the state over N (figure 2), and its change by a step (figure 4)."""
 
 from collections.abc import Iterator
 
@@ -18,13 +18,13 @@ FIELDS = {
     "vocab_size": 256,
 }
 RULES = ("none", "sqrt", "linear")
-# what mean_curves is asked for, and the exponents of theory
+# measure -> (field that mean_curves reads, theoretical exponents)
 CURVES = {"residual_norm": ("norms", NORM_THEORY["looped"]), "update_size": ("updates", UPDATE_THEORY)}
 SHORT = {"loops": (1, 2, 4), "seeds": 1, "steps": 2}
 
 
 def measurements(setting: Setting) -> Iterator[Measurement]:
-    """Of the looped model alone: an unshared stack of 64 copies would take 89 GB to train."""
+    """Measure only the looped model: an unshared stack of 64 copies would take 89 GB to train."""
     config = LoopedConfig.from_preset("residual_scaling", **(FIELDS if setting.tiny else {}))
     how = {"loops": LOOPS, "seeds": 3, "steps": 10, "lr": 1e-4, "num_tokens": 128, **(SHORT if setting.tiny else {})}
     for rule in RULES:  # both measures read the same short trainings

@@ -1,4 +1,4 @@
-"""What has been measured, a line of JSON each, on the disk as soon as it is known."""
+"""The results so far, one line of JSON each, written to disk as soon as they are known."""
 
 import json
 from pathlib import Path
@@ -9,9 +9,9 @@ from looped_recipes.common.provenance import finite, rounded
 
 
 class Ended(NamedTuple):
-    how: str  # done, failed, or stopped by its limit
+    how: str  # "done", "failed", or a phrase that begins with "stopped"
     seconds: float
-    said: str = ""  # its last words, if it failed
+    said: str = ""  # last lines of its log, if it failed
 
 
 class Ledger:
@@ -28,7 +28,7 @@ class Ledger:
         self.write(piece, ended=ended._asdict())
 
     def lines(self) -> list[dict]:
-        """All but a last one that was cut off."""
+        """Return all lines; a line that was cut off is skipped."""
         if not self.path.exists():
             return []
         found = []
@@ -40,11 +40,11 @@ class Ledger:
         return found
 
     def results(self, piece: str) -> dict[str, dict]:
-        """The newest of each name."""
+        """Return the newest result of each measurement of a piece."""
         return {line["name"]: line["result"] for line in self.lines() if line["piece"] == piece and "name" in line}
 
     def measured(self, piece: str) -> set[str]:
-        """Names that need no second try."""
+        """Return the names of measurements that succeeded and need no second try."""
         return {name for name, result in self.results(piece).items() if "broke" not in result}
 
     def ended(self, piece: str) -> Ended | None:

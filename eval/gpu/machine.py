@@ -1,4 +1,4 @@
-"""What is there: packages, and how fast products and memory are, the ceilings that others are compared with."""
+"""The machine: installed packages, and the rates of matrix products and memory, the ceilings for other results."""
 
 import importlib.metadata
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ def measurements(setting: Setting) -> Iterator[Measurement]:
 
 
 def packages() -> dict:
-    """Versions of what is there; of what is missing, what needs it."""
+    """Return the versions of installed packages, and for missing ones what needs them."""
     versions = {"torch": torch.__version__}
     for name in NEEDED:
         if find_spec(name) is not None:

@@ -1,4 +1,5 @@
-"""Peak memory of a per-loop training step over a terminal one of the same model, weights and optimizer included."""
+"""Peak memory of a training step with a loss at every loop over one with a loss at the last loop, for the same model,
+with weights and optimizer included."""
 
 import gc
 import resource
@@ -21,17 +22,17 @@ def measurements(setting: Setting) -> Iterator[Measurement]:
 
 
 def ratio(layers: int, num_loops: int, width: int, setting: Setting) -> dict:
-    # the terminal one first: on a CPU the peak is that of the process, which never falls
+    # "terminal" first: on a CPU the peak is that of the process, which never falls
     terminal, per_loop = (peak(layers, num_loops, width, loss, setting) for loss in ("terminal", "per_loop"))
     return {"per_loop_over_terminal": per_loop / terminal, "terminal": terminal, "per_loop": per_loop}
 
 
 def peak(layers: int, num_loops: int, width: int, loss: str, setting: Setting) -> int:
-    gc.collect()  # the model before
+    gc.collect()  # frees the previous model
     args = shaped(setting, layers, num_loops, width)
     model = build(args, looped_config(args, loop_loss=loss)).train()
     step = training_step(model, tokens(args), setting.device == "cuda", output_logits=False)
-    step()  # the optimizer's moments are there from then on
+    step()  # allocates the optimizer's moments
     if setting.device != "cuda":
         step()
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -15,7 +15,7 @@ from .pieces import NAMES, PIECES
 
 
 class ListPieces(argparse.Action):
-    """Ends the command, as --help does: the list needs no GPU."""
+    """Print the list and end the command, as --help does: the list needs no GPU."""
 
     def __call__(self, parser, namespace, values, option_string=None):
         for piece in PIECES:

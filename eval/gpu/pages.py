@@ -1,4 +1,4 @@
-"""Requests that share passes: keys and values in pages under flex attention, over attention request by request."""
+"""Requests that share passes: keys and values in pages with flex attention, against attention request by request."""
 
 from collections.abc import Iterator
 

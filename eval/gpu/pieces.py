@@ -13,9 +13,9 @@ class Setting:
 
     out: Path
     device: str = "cuda"
-    tiny: bool = False  # sizes at which a CPU runs all of it in minutes: the numbers tell nothing
-    text: str = "embedded"  # data.source of the trainings
-    named: list[str] = field(default_factory=list)  # the measurements to make; all where there are none
+    tiny: bool = False  # sizes at which a CPU runs everything in minutes; the numbers mean nothing
+    text: str = "embedded"  # `data.source` of the trainings
+    named: list[str] = field(default_factory=list)  # measurements to run; empty: all
 
     @property
     def dtype(self) -> str:
@@ -29,7 +29,7 @@ class Measurement(NamedTuple):
 
 class Aim(NamedTuple):
     what: str
-    number: str  # of a result
+    number: str  # key in a result
     least: float | None = None
     most: float | None = None
 
@@ -44,12 +44,15 @@ class Aim(NamedTuple):
 
 @dataclass
 class Piece:
-    """module: a file beside this one, of the piece's name if none is given; its `measurements(setting)` gives what is
-    measured, each with its name."""
+    """A part of the check, which runs in a separate process.
+
+    module: a file beside this one, by default named like the piece. Its `measurements(setting, **arguments)` yields
+    the measurements.
+    """
 
     name: str
     what: str
-    expected: int  # seconds on an H100, reckoned from operations and bytes, or from how far a first run came
+    expected: int  # seconds on an H100, estimated from operations and bytes, or from the progress of a first run
     limit: int  # seconds
     aims: list[Aim] = field(default_factory=list)
     module: str | None = None

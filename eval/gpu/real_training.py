@@ -1,7 +1,7 @@
-"""One real training by its recipe: utilisation as it logs it, time in checkpoints, whether all losses are numbers.
+"""One real training by its recipe: utilisation as logged, time in checkpoints, and whether all losses are finite.
 
-checkpoint_share: of the time, if it saved as often as recipes do by default; this short run saves more often. Where
-all steps were taken before, no checkpoint is timed.
+checkpoint_share: the share of the time if checkpoints were as rare as in recipes by default; this short run saves more
+often. If an earlier call took all steps, no checkpoint is timed.
 """
 
 import math
@@ -46,13 +46,13 @@ def model_folder(setting: Setting) -> Path:
 
 
 def overrides(setting: Setting, folder: Path, tiny: list[str]) -> list[str]:
-    """The settings of a recipe that depend on where it runs: text, folders, and sizes where they are tiny."""
+    """Return the settings of a recipe that depend on the call: text, folders, and sizes with --tiny."""
     found = [f"data.source={setting.text}", f"data.cache_dir={setting.out / 'shards'}"]
     return [*found, f"training.output_dir={folder}", *(tiny if setting.tiny else [])]
 
 
 def prepare_to_train(setting: Setting):
-    """What accelerate reads, before it is imported."""
+    """Set the environment variables that accelerate reads at import."""
     if setting.device == "cpu":
         os.environ["ACCELERATE_USE_CPU"] = "true"
     os.environ["ACCELERATE_MIXED_PRECISION"] = "bf16" if setting.device == "cuda" else "no"
@@ -100,7 +100,10 @@ def train(setting: Setting) -> dict:
 
 
 def of_checkpoints(saves: list[float], steps: int, of_step: float) -> dict:
-    """saves: seconds of each that was saved within so many steps."""
+    """Return the time of a checkpoint and its share of the training time.
+
+    saves: seconds of each checkpoint. steps: number of steps that were taken. of_step: seconds of a step.
+    """
     of_save = statistics.median(saves)
     return {
         "seconds_of_a_checkpoint": of_save,

@@ -1,4 +1,4 @@
-"""Self-speculation over full depth, on the model of the real training."""
+"""Self-speculation against decoding at full depth, with the model of the real training."""
 
 from collections.abc import Iterator
 

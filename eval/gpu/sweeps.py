@@ -1,4 +1,4 @@
-"""Runs of a sweep in recipes/gpu, each with its last loss, its norms, or how it diverged."""
+"""Runs of a sweep in recipes/gpu, each with its last loss and its norms, or with how it diverged."""
 
 from collections.abc import Iterator
 
@@ -24,7 +24,7 @@ def measurements(setting: Setting, sweep: str) -> Iterator[Measurement]:
 
 
 def tiny_run(sweep: str) -> list[str]:
-    """Systems without prelude and coda keep to that."""
+    """Return the settings of a tiny run. Only the sweep `rdm` has a prelude and a coda; others stay without them."""
     outside = "num_prelude_layers", "num_coda_layers"
     kept = [line for line in TINY_RUN if sweep == "rdm" or not any(name in line for name in outside)]
     return [*kept, "model.num_loops=2", "schedule.warmup_steps=0", "data.stride=null"]

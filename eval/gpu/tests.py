@@ -1,4 +1,4 @@
-"""The tests marked `gpu`, file by file. Those that compile, as long as all others, are a piece apart."""
+"""The tests marked `gpu`, file by file. Tests that compile take as long as all others and are a separate piece."""
 
 import re
 import subprocess
@@ -14,7 +14,7 @@ from .pieces import Measurement, Setting
 
 
 MARK = re.compile(r"^(@|pytestmark = )pytest\.mark\.gpu$", re.MULTILINE)
-OUTCOME = re.compile(r"::.* (PASSED|FAILED|SKIPPED|ERROR)\b.*%\]$")  # of a test, as it ends
+OUTCOME = re.compile(r"::.* (PASSED|FAILED|SKIPPED|ERROR)\b.*%\]$")  # line that pytest prints as a test ends
 COMPILING = "test_compiled"
 
 
@@ -30,8 +30,8 @@ def measurements(setting: Setting, piece: str, compiling: bool) -> Iterator[Meas
 
 
 def run_file(path: Path, setting: Setting, piece: str) -> dict:
-    """Until the last test has ended, the ledger has what those before it said."""
-    # without addopts, among which is --strict-config: a plugin that a setting is for may be missing
+    """Run the tests of a file. Until the last test has ended, the ledger keeps the counts so far."""
+    # addopts is emptied because of --strict-config: a plugin to which a setting belongs may be missing
     options = ["-v", "-rfEs", "--tb=line", "-o", "addopts=", "-p", "no:logging", "-p", "no:cacheprovider"]
     options += ["-m", "gpu", "--device", setting.device]
     command = [sys.executable, "-m", "pytest", str(path), *options]

@@ -1,6 +1,7 @@
-"""What the options of a training gain and cost: seconds and peak memory of a step, over those without any.
+"""Gain and cost of training options: seconds and peak memory of a step, over those of a step without options.
 
-What is not installed or not for this device is said instead. Attention kernels are timed on rows of several documents.
+Options that are not installed or not for this device give the reason instead. Attention kernels are timed on rows of
+several documents.
 """
 
 import gc
@@ -35,7 +36,7 @@ OPTIONS = {
     "checkpoint_selective": {"gradient_checkpointing": "selective"},
     "checkpoint_offload": {"gradient_checkpointing": "offload"},
 }
-DOCUMENT = 200  # tokens of each, where rows are packed
+DOCUMENT = 200  # tokens of each document in packed rows
 WARM_UP, STEPS = 4, 8
 
 
@@ -46,7 +47,7 @@ def measurements(setting: Setting) -> Iterator[Measurement]:
 
 def against_none(options: dict, setting: Setting) -> dict:
     is_packed = "attention" in options
-    beside = {"compile": True} if options.keys() & {"attention", "float8"} else {}  # as it is in both steps
+    beside = {"compile": True} if options.keys() & {"attention", "float8"} else {}  # both steps compile
     try:
         seconds, memory = step_with(options, is_packed, setting)
     except RecipeError as error:
@@ -62,9 +63,9 @@ def against_none(options: dict, setting: Setting) -> dict:
 
 
 def step_with(options: dict, is_packed: bool, setting: Setting) -> tuple[float, int | None]:
-    """Seconds and peak memory of a step."""
+    """Return the seconds and the peak memory of a step."""
     torch._dynamo.reset()
-    gc.collect()  # the model before
+    gc.collect()  # frees the previous model
     args = shaped(setting, **{name: value for name, value in SHAPE.items() if name != "loop_loss"})
     model = build(args, looped_config(args, loop_loss=SHAPE["loop_loss"])).train()
     training, batch = TrainingConfig(**options), tokens(args)

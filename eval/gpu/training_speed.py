@@ -1,7 +1,7 @@
 """Utilisation of training steps: tokens per second times the operations of a token, over the peak of the device.
 
-Operations are those of the model (Parcae, appendix D), nothing that is computed twice; causal attention counts half of
-its square. bf16 products under autocast, fp32 weights, compiled blocks and losses, fused AdamW, tokens at random.
+Operations are those of the model (Parcae, appendix D) without recomputation; causal attention counts half of its
+square. bf16 products under autocast, fp32 weights, compiled blocks and losses, fused AdamW, random tokens.
 """
 
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ RECIPES = {
 }
 TINY = ["hidden_size=64", "intermediate_size=96", "num_attention_heads=2", "vocab_size=256", "num_core_layers=1"]
 TINY_OUTER = ["num_prelude_layers=1", "num_coda_layers=1"]
-LENGTH, MICRO_BATCHES = 2048, (16, 8, 4, 2, 1)  # the largest that fits
+LENGTH, MICRO_BATCHES = 2048, (16, 8, 4, 2, 1)  # the largest micro-batch that fits is used
 WARM_UP, STEPS = 4, 10
 
 
@@ -48,7 +48,7 @@ def utilisation(path: str, setting: Setting) -> dict:
     with torch.device(setting.device):
         model = LoopedForCausalLM(config)
     model = model.to(setting.device).train()
-    if not setting.tiny:  # a compiler takes a minute of a CPU
+    if not setting.tiny:  # on a CPU, compiling takes a minute
         compile_parts(model)
     how = {"num_loops": depth, "backprop_loops": window, "output_logits": False}
     step_of = partial(training_step, model, bf16=setting.device == "cuda", **how)
@@ -75,12 +75,15 @@ def utilisation(path: str, setting: Setting) -> dict:
 def largest_that_fits(
     step_of, vocab_size: int, length: int, weights: int, of_row: int, setting: Setting
 ) -> tuple[int, float]:
-    """(rows, seconds of a step); weights, of_row: bytes that the weights and the activations of a row may take."""
+    """Return (rows, seconds of a step) of the largest micro-batch that fits.
+
+    weights, of_row: estimated bytes of the weights and of the activations of a row.
+    """
     room = (torch.cuda.get_device_properties(0).total_memory if setting.device == "cuda" else 0) - weights
     for rows in [rows for rows in MICRO_BATCHES if rows * of_row < room] or [1]:
         ids = torch.randint(3, vocab_size, (rows, length), device=setting.device)
         if setting.device == "cuda":
-            torch.cuda.reset_peak_memory_stats()  # of the sizes that did not fit
+            torch.cuda.reset_peak_memory_stats()  # drops the peak of sizes that did not fit
         try:
             step = step_of(ids)
             for _ in range(1 if setting.tiny else WARM_UP):
@@ -90,6 +93,6 @@ def largest_that_fits(
                 step()
             return rows, (now() - start) / STEPS
         except torch.OutOfMemoryError:
-            torch._dynamo.reset()  # else the next size would be compiled for any size
+            torch._dynamo.reset()  # otherwise the next size would compile with dynamic shapes
         torch.cuda.empty_cache()
     raise MemoryError(f"not even one row of {length} tokens fits")

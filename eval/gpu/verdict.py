@@ -1,4 +1,4 @@
-"""What was met, what fell short, what was not run: a sentence, one JSON and one page."""
+"""The verdict: aims that were met or missed, and pieces that did not run, as a sentence, one JSON and one page."""
 
 from collections.abc import Container
 from typing import NamedTuple
@@ -24,12 +24,12 @@ class Judged(NamedTuple):
 
 class Verdict(NamedTuple):
     judged: list[Judged]
-    failed: list[str]  # measurements that broke, and pieces that did so before they measured
-    not_run: list[str]  # pieces of which something is missing
+    failed: list[str]  # measurements that failed, and pieces that failed before any measurement
+    not_run: list[str]  # pieces with missing measurements
 
     @property
     def is_whole(self) -> bool:
-        """Whether all was run, and met."""
+        """Whether everything was run and every aim was met."""
         return not (self.failed or self.not_run) and all(one.is_met for one in self.judged)
 
     @property
@@ -43,7 +43,7 @@ class Verdict(NamedTuple):
 
 
 def verdict(ledger: Ledger, asked: Container[str] = NAMES) -> Verdict:
-    """Of all that was measured; what is not run yet is told of the pieces asked for."""
+    """Judge all measurements. Pieces that have not run yet are listed only if they are in `asked`."""
     judged, failed, not_run = [], [], []
     for piece in PIECES:
         results, ended = ledger.results(piece.name), ledger.ended(piece.name)
@@ -61,7 +61,7 @@ def verdict(ledger: Ledger, asked: Container[str] = NAMES) -> Verdict:
 
 
 def write_page(setting: Setting, ledger: Ledger, command: str):
-    """check.json and index.html."""
+    """Write check.json and index.html."""
     said = verdict(ledger)
     pieces = {piece.name: of_piece(piece, ledger) for piece in PIECES}
     aims = {f"{one.piece}/{one.measurement}: {one.aim.words}": [one.value, one.is_met] for one in said.judged}

@@ -1,8 +1,8 @@
-"""The threshold that costs least within a budget, from the losses and scores of one pass.
+"""Finds the threshold with the fewest loops within a budget, from the losses and scores of one pass.
 
-A *unit* is what exits: a sequence, whose score is the mean over its tokens (readout blind spot, appendix H), or a
-token. It exits at the first loop whose score passes the threshold, so between two thresholds only the best score so
-far matters, and every threshold is tried at once:
+A *unit* is a sequence, whose score is the mean over its tokens (readout blind spot, appendix H), or a token. It exits
+at the first loop whose score passes the threshold. So whether it has exited by loop k depends only on its best score
+up to k, and all thresholds can be tried at once:
 
     loss(threshold) = loss_K + sum over k < K of (loss_k - loss_k+1) [best score up to loop k passes the threshold]
 """
@@ -16,18 +16,18 @@ from looped_recipes.common.token_losses import perplexity
 from modeling_looped.exit_criteria import CRITERIA, ExitRule
 
 
-LARGEST = {"max_prob": 1.0, "gate": 1 - 2**-53}  # scores that rounding lifts above; a gate never exits at 1
+LARGEST = {"max_prob": 1.0, "gate": 1 - 2**-53}  # limits that rounded scores may exceed; a gate never exits at 1
 
 
 class Units(NamedTuple):
-    """What is known of sequences or tokens after every loop."""
+    """Losses and scores of sequences or tokens after every loop."""
 
     losses: torch.Tensor  # [loops, units] cross-entropy
     scores: dict[str, torch.Tensor]  # of each criterion, [loops, units]
 
 
 class Measured(NamedTuple):
-    """What one pass tells of every token after every loop."""
+    """Losses and scores of every token after every loop, from one pass."""
 
     losses: torch.Tensor  # [loops, sequences, tokens]
     scores: dict[str, torch.Tensor]  # of each criterion, [loops, sequences, tokens]
@@ -40,12 +40,12 @@ class Measured(NamedTuple):
 
 
 def never(name: str) -> float:
-    """A threshold that no score passes."""
+    """Return a threshold that no score passes."""
     return math.inf if CRITERIA[name].exits_above else -math.inf
 
 
 def calibrate(name: str, units: Units, budget: float, min_loops: int = 1) -> float:
-    """The threshold with the fewest loops whose perplexity is at most 1 + budget times that of the last loop."""
+    """Return the threshold with the fewest loops whose perplexity is at most 1 + budget times the last loop's."""
     scores = units.scores[name].clamp(0, LARGEST.get(name))
     sign = 1 if CRITERIA[name].exits_above else -1
     exits = slice(min_loops - 1, -1)  # loops at which a threshold makes a difference
@@ -61,14 +61,14 @@ def calibrate(name: str, units: Units, budget: float, min_loops: int = 1) -> flo
 
 
 def exit_loops(rule: ExitRule, scores: torch.Tensor) -> torch.Tensor:
-    """After how many loops each unit exits; scores: [loops, units]."""
+    """Return after how many loops each unit exits. scores: [loops, units]."""
     exits = rule.exits(scores)
     exits[: rule.min_loops - 1] = False
     return ((exits.cumsum(0) == 0).sum(0) + 1).clamp(max=len(scores))
 
 
 def perplexity_at(loops: torch.Tensor, losses: torch.Tensor) -> float:
-    """The perplexity of units that exit after so many loops each; losses: [loops, units]."""
+    """Return the perplexity if each unit exits after its number of loops. loops: [units]; losses: [loops, units]."""
     return mean_perplexity(losses.gather(0, loops[None] - 1))
 
 

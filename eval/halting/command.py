@@ -1,4 +1,4 @@
-"""Early exit within a budget: thresholds, and what they give."""
+"""Early exit within a budget: calibrates thresholds and measures their effect."""
 
 import itertools
 import math
@@ -29,11 +29,11 @@ from .page import write_page
 from .scoring import at_depth, measure, sequence_scores_at, with_sequence_exits, with_token_exits
 
 
-# What is asked
+# Arguments and text
 
 
 def check(args) -> tuple[Path, LoopedConfig, list[str], list[str]]:
-    """The model's folder and config, the criteria that fit it, and notes; a mistake costs no loading."""
+    """Check the arguments without loading weights. Return the model's folder, its config, the criteria, and notes."""
     folder, config = open_config(args.model)
     args.num_loops = config.num_loops if args.num_loops is None else args.num_loops
     for budget in args.budget:
@@ -66,7 +66,7 @@ def check(args) -> tuple[Path, LoopedConfig, list[str], list[str]]:
 
 
 def text_rows(texts: list[str], tokenizer, count: int, length: int, seed: int) -> torch.Tensor:
-    """[count, length] of the texts, as much of each: documents in a drawn order, joined by the end token, and cut."""
+    """Return [count, length] tokens, equally many of each text: documents in random order, joined by the end token."""
     ids = []
     for number, text in enumerate(texts, start=1):
         wanted = -(-count * length * number // len(texts))
@@ -82,7 +82,7 @@ def text_rows(texts: list[str], tokenizer, count: int, length: int, seed: int) -
 
 
 def two_slices(args, folder: Path, config) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows to calibrate on, and other rows to measure on; args.read says where they are from."""
+    """Return rows to calibrate on and other rows to measure on; set args.read to the name of their text."""
     count, length = 2 * (args.sequences or SEQUENCES), args.length + 1
     if args.text:
         tokenizer = open_tokenizer(folder, args.tokenizer, config)
@@ -96,7 +96,7 @@ def two_slices(args, folder: Path, config) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def own_run(args) -> Path:
-    """The training run of the model, which knows what was held out."""
+    """Return the training run of the model, which records the held-out text."""
     run = training_run(args.model)
     if run is None:
         raise ValueError(
@@ -108,7 +108,7 @@ def own_run(args) -> Path:
     return run
 
 
-# What is measured
+# Measurements
 
 
 def flops_per_token(config, length: int, mean_loops: float, mean_readouts: float) -> float:
@@ -118,8 +118,8 @@ def flops_per_token(config, length: int, mean_loops: float, mean_readouts: float
 
 
 def mean_readouts(rule, loops: torch.Tensor, scores_at, num_loops: int) -> float:
-    """How often a unit went through coda and head, averaged over units: at each reading of logits before its last
-    loop, and once after it. loops: how many each unit ran; scores_at(loop): whether logits are read after it.
+    """Return how often a unit ran coda and head, averaged over units: at each check before its last loop, and once
+    after it. loops: number of loops of each unit; scores_at(loop): whether a check reads logits after this loop.
     """
     if rule.criterion.needs != "logits":
         return 1.0
@@ -128,7 +128,7 @@ def mean_readouts(rule, loops: torch.Tensor, scores_at, num_loops: int) -> float
 
 
 def rules_of(units: Units, names: list[str], budgets: list[float], args, config) -> dict:
-    """{(criterion, budget): the calibrated rule}"""
+    """Return {(criterion, budget): calibrated rule}."""
     rules = {}
     for name, budget in itertools.product(names, budgets):
         threshold = calibrate(name, units, budget, args.min_loops)
@@ -137,7 +137,7 @@ def rules_of(units: Units, names: list[str], budgets: list[float], args, config)
 
 
 def result_row(budget: float, rule, units: Units, scored, at_full_depth: float, scores_at, config, args) -> dict:
-    """units: of the slice of calibration; scored: the other slice; at_full_depth: its perplexity without exits."""
+    """Return a row of results. units: calibration slice; scored: other slice, whose perplexity is `at_full_depth`."""
     loops, found = scored.loops.double().mean().item(), mean_perplexity(scored.losses)
     calibrated = perplexity_at(exit_loops(rule, units.scores[rule.name]), units.losses)
     full = flops_per_token(config, args.length, args.num_loops, 1)
@@ -155,7 +155,7 @@ def result_row(budget: float, rule, units: Units, scored, at_full_depth: float, 
 
 
 def sequence_level(model, calibration: Units, rows: torch.Tensor, names: list[str], args) -> tuple[list, list]:
-    """Fixed depths and halting sequences, all timed in turn; one table for each."""
+    """Measure fixed depths and sequences that exit, all timed in turns; return the rows of a table for each."""
     depths, size = range(1, args.num_loops + 1), args.batch_size
     rules = rules_of(calibration, names, args.budget, args, model.config)
     runs = {k: partial(at_depth, model, num_loops=k, batch_size=size) for k in depths}
@@ -182,7 +182,7 @@ def sequence_level(model, calibration: Units, rows: torch.Tensor, names: list[st
 def token_level(
     model, calibration: Units, rows: torch.Tensor, names: list[str], at_full_depth: float, args
 ) -> list[dict]:
-    """Under the first budget, which is the one that can be written. at_full_depth: perplexity without exits."""
+    """Measure tokens that exit, for the first budget only, as in --write. at_full_depth: perplexity without exits."""
     found = []
     rules = rules_of(calibration, names, args.budget[:1], args, model.config)
     for (_, budget), rule in progress(rules.items(), "tokens that exit"):
@@ -191,14 +191,14 @@ def token_level(
     return found
 
 
-# What is left behind
+# Output
 
-# what the folder says of exits and of drafts, which cannot be together with them
+# saved fields of exits, and of drafts, which cannot be combined with exits
 REPLACED = (*EXIT_FIELDS, "num_loops", "draft_loops", "draft_tokens")
 
 
 def write_threshold(model, folder: Path, criterion: str, rows: list[dict], args) -> str:
-    """Let generate exit as calibrated for tokens; what was done, in words."""
+    """Save the exits calibrated for tokens as the default of generate; return what was done in words."""
     if criterion == BEST:
         row = cheapest(rows)
         if row["predicted_speedup"] <= 1:
@@ -214,7 +214,7 @@ def write_threshold(model, folder: Path, criterion: str, rows: list[dict], args)
         vars(model.generation_config).pop(name, None)
     for name, value in chosen.items():
         setattr(model.generation_config, name, value)
-    model.generation_config._from_model_config = False  # else it is made anew at loading, without these fields
+    model.generation_config._from_model_config = False  # else loading makes a new one without these fields
     model.generation_config.save_pretrained(folder)
     renew_checksum(folder, "generation_config.json")
     return f"{folder / 'generation_config.json'}: " + ", ".join(f"{name}={value}" for name, value in chosen.items())
@@ -238,7 +238,7 @@ def table(rows: list[dict]) -> str:
 
 
 def next_command(args, fixed: list[dict], tokens: list[dict]) -> str:
-    """What makes use of the finding: exits where they gain, else the fixed depth that is enough."""
+    """Return the command that uses the result: exits if they gain, else the fixed depth that is enough."""
     if args.write is not None:
         return typed("looped chat", args.model)
     if exits_gain(fixed, tokens, args.budget[0]):

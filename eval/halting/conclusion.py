@@ -1,10 +1,10 @@
-"""What was found, in one sentence."""
+"""Summarizes the result in one sentence."""
 
 from looped_eval.common.findings import loops_in_words
 
 
 def shallowest_depth(fixed: list[dict], budget: float) -> int:
-    """The fewest loops, the same for all text, that keep the budget."""
+    """Return the smallest fixed depth that keeps the budget."""
     return min(row["loops"] for row in fixed if row["ratio"] <= 1 + budget)
 
 
@@ -13,15 +13,16 @@ def cheapest(tokens: list[dict]) -> dict:
 
 
 def exits_gain(fixed: list[dict], tokens: list[dict], budget: float) -> bool:
-    """Whether the cheapest criterion takes fewer loops than any fixed depth within the budget, and pays its checks."""
+    """Return whether the cheapest criterion, checks included, saves compute and needs fewer loops than any fixed depth
+    within the budget."""
     best = cheapest(tokens)
     return best["predicted_speedup"] > 1 and best["mean_loops"] < shallowest_depth(fixed, budget)
 
 
 def conclusion(fixed: list[dict], tokens: list[dict], budget: float, num_loops: int) -> str:
-    """The cheapest criterion for tokens, beside the fixed depth that keeps the same budget.
+    """Compare the cheapest criterion for tokens with the smallest fixed depth that keeps the same budget.
 
-    fixed: perplexity at each depth; tokens: of each criterion, what its calibrated threshold gave on other text.
+    fixed: perplexity at each depth; tokens: for each criterion, the results of its calibrated threshold on other text.
     """
     within = f"within {100 * budget:g} % of the perplexity at {num_loops} loops"
     shallowest, best = shallowest_depth(fixed, budget), cheapest(tokens)

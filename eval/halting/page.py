@@ -1,4 +1,4 @@
-"""What halting found, as sections of a page and as a chart."""
+"""Results of halting as sections of a page and as charts."""
 
 import math
 from pathlib import Path
@@ -56,7 +56,7 @@ def table(rows: list[dict]) -> Table:
 
 
 def finding(result: dict) -> str:
-    """The fastest way to halt sequences within the first budget, beside the shallowest fixed depth within it."""
+    """Compare the fastest criterion for sequences, at the first budget, with the smallest fixed depth within it."""
     fixed, budget = result["fixed"], result["halting"][0]["budget"]
     full = fixed[-1]["loops"]
     best = max((row for row in result["halting"] if row["budget"] == budget), key=lambda row: row["measured_speedup"])
@@ -83,7 +83,7 @@ def finding(result: dict) -> str:
 
 
 def findings(content: dict) -> list[str]:
-    """Of tokens, as generate lets them exit, and of sequences that are scored. content: of halting.json."""
+    """Summarize tokens that exit as in generate, and scored sequences. content: content of halting.json."""
     result = content["result"]
     of_tokens = conclusion(
         result["fixed"], result["tokens"], result["tokens"][0]["budget"], result["fixed"][-1]["loops"]
@@ -92,7 +92,7 @@ def findings(content: dict) -> list[str]:
 
 
 def charts(result: dict) -> list[Chart]:
-    """Fixed depths as one line, each criterion as another through its budgets; right and low is good."""
+    """Draw fixed depths as one line and each criterion as another through its budgets; right and low is good."""
     fixed, budget = result["fixed"], result["halting"][0]["budget"]
 
     def points(rows: list[dict]) -> list[tuple[float, float]]:
@@ -116,7 +116,7 @@ def charts(result: dict) -> list[Chart]:
 
 
 def sections(content: dict) -> list[Section]:
-    """content: of halting.json."""
+    """Return the sections of the page. content: content of halting.json."""
     result = content["result"]
     budget = result["halting"][0]["budget"]
     first, others = ([row for row in result["halting"] if (row["budget"] == budget) == own] for own in (True, False))
@@ -135,7 +135,7 @@ def sections(content: dict) -> list[Section]:
 
 
 def write_page(name: str, content: dict, folder: Path):
-    """halting.html and, of its charts alone, halting.svg."""
+    """Write halting.html, and halting.svg with its charts only."""
     save_charts(charts(content["result"]), folder / "halting.svg")
     page = to_html(f"Early exit: {name}", sections(content), findings(content))
     write_whole(folder / "halting.html", page)

@@ -1,4 +1,4 @@
-"""Text scored at all depths in one pass, at a fixed depth, and with tokens or whole sequences that exit."""
+"""Scores text at all depths in one pass, at a fixed depth, or with exits of tokens or whole sequences."""
 
 from dataclasses import replace
 from typing import NamedTuple
@@ -18,13 +18,13 @@ class Scored(NamedTuple):
 
 
 def inputs_and_targets(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Every token but the first is predicted; rows: [sequences, length + 1]."""
+    """Split rows [sequences, length + 1]: every token but the first is a target."""
     return rows[:, :-1], rows[:, 1:]
 
 
 @torch.no_grad()
 def measure(model, rows: torch.Tensor, num_loops: int, names: list[str], batch_size: int) -> Measured:
-    """Losses and scores of every token after every loop, from one pass; logits of one loop at a time."""
+    """Return losses and scores of every token after every loop, from one pass; logits exist for one loop at a time."""
     parts = []
     for batch in progress(rows.split(batch_size), "scoring after every loop"):
         ids, targets = inputs_and_targets(batch)
@@ -53,7 +53,7 @@ def measure(model, rows: torch.Tensor, num_loops: int, names: list[str], batch_s
 
 @torch.no_grad()
 def at_depth(model, rows: torch.Tensor, num_loops: int, batch_size: int) -> Scored:
-    """Every sequence at the same depth, and nothing else."""
+    """Score every sequence at the same depth, without exits."""
     losses = []
     for batch in rows.split(batch_size):
         ids, targets = inputs_and_targets(batch)
@@ -64,7 +64,7 @@ def at_depth(model, rows: torch.Tensor, num_loops: int, batch_size: int) -> Scor
 
 @torch.no_grad()
 def with_token_exits(model, rows: torch.Tensor, rule: ExitRule, num_loops: int, batch_size: int) -> Scored:
-    """Every token exits by itself and leaves to deeper loops what it had, as generated tokens do in `generate`."""
+    """Let every token exit separately; as in `generate`, deeper loops see the keys and values it had at its exit."""
     losses, loops = [], []
     for batch in rows.split(batch_size):
         ids, targets = inputs_and_targets(batch)
@@ -75,11 +75,11 @@ def with_token_exits(model, rows: torch.Tensor, rule: ExitRule, num_loops: int, 
 
 
 def with_sequence_exits(model, rows: torch.Tensor, rule: ExitRule, num_loops: int, batch_size: int) -> Scored:
-    """Each sequence stops looping, and leaves its batch, when the mean score of its tokens passes the threshold."""
+    """Stop the loops of a sequence, and remove it from its batch, when its tokens' mean score passes the threshold."""
     losses, loops = with_token_exits(model, rows, replace(rule, per_sequence=True), num_loops, batch_size)
     return Scored(losses, loops[:, 0])
 
 
 def sequence_scores_at(rule: ExitRule, loop: int) -> bool:
-    """Whether the score of a sequence is taken after `loop` loops (counted from 1)."""
+    """Return whether the score of a sequence is computed after `loop` loops (counted from 1)."""
     return replace(rule, per_sequence=True).scores_at(loop)

@@ -30,7 +30,8 @@ from .question import check_question, refuse_depths_in
 
 
 def as_lm_eval_spells(arguments: list[str]) -> list[str]:
-    """--batch-size becomes --batch_size, --output --output_path, and --num-loops goes into --model_args."""
+    """Spell options as lm-eval does: --batch-size becomes --batch_size, --output becomes --output_path, and
+    --num-loops goes into --model_args."""
     spelt, rest = [], list(arguments)
     while rest:
         name, equals, value = rest.pop(0).partition("=")
@@ -43,7 +44,7 @@ def as_lm_eval_spells(arguments: list[str]) -> list[str]:
 
 
 def join_depths(argument: str) -> str:
-    """lm-eval parts arguments at commas; num_loops=1,2,4 becomes num_loops=1+2+4."""
+    """Replace num_loops=1,2,4 by num_loops=1+2+4, because lm-eval splits arguments at commas."""
     return re.sub(r"\bnum_loops=[^,={}]*(,[^,={}]*)+(?=,|$)", lambda depths: depths[0].replace(",", "+"), argument)
 
 
@@ -53,7 +54,7 @@ def check_limit(limit: float | None):
 
 
 def check(config: EvaluatorConfig):
-    """Refuses what is wrong with the arguments before the model is loaded; `asked_tasks` checks the names of tasks."""
+    """Refuse wrong arguments before the model is loaded; `asked_tasks` checks the names of tasks."""
     if "pretrained" not in config.model_args:
         raise ValueError("--model looped needs a model: --model_args pretrained=DIR")
     check_limit(config.limit)
@@ -63,14 +64,14 @@ def check(config: EvaluatorConfig):
         except ArgumentTypeError as error:
             raise ValueError(f"--output: {error}") from None
     refuse_depths_in(config.gen_kwargs, "gen_kwargs")
-    if config.wandb_args or getattr(config, "trackio_args", None):  # the second since lm-eval 0.4.12
+    if config.wandb_args or getattr(config, "trackio_args", None):  # trackio_args exists since lm-eval 0.4.12
         raise ValueError("wandb_args and trackio_args take one set of results, not one per depth: use output_path")
     known = inspect.signature(check_question).parameters
     check_question(**{name: value for name, value in config.model_args.items() if name in known})
 
 
 def options_of(config: EvaluatorConfig) -> dict:
-    """Arguments of `simple_evaluate`, as lm-eval's own command would give them."""
+    """Return the arguments with which lm-eval's command would call `simple_evaluate`."""
     names = set(inspect.signature(simple_evaluate).parameters) - {"model", "model_args", "use_cache"}
     options = {name: getattr(config, name) for name in names if hasattr(config, name)}
     options["cache_requests"] = False
@@ -80,8 +81,8 @@ def options_of(config: EvaluatorConfig) -> dict:
 
 @contextmanager
 def told_of_one_depth(is_first: bool):
-    """lm-eval's messages are shown for the first depth alone, since they are the same for all; and the commit is asked
-    for by our function, since lm-eval's lets git complain in a folder that is no repository."""
+    """Show lm-eval's messages for the first depth only, since they are the same for all depths. Replace lm-eval's
+    function for the git commit, which prints git's error in a folder that is no repository."""
     logger, asks_git = logging.getLogger("lm_eval"), evaluator.get_git_commit_hash
     level, evaluator.get_git_commit_hash = logger.level, commit
     if not is_first:
@@ -94,7 +95,7 @@ def told_of_one_depth(is_first: bool):
 
 
 def asked_tasks(config: EvaluatorConfig) -> tuple[TaskManager, list]:
-    """The manager that knows the tasks, and their names; or, where files are named, what lm-eval read of them."""
+    """Return the task manager and the names of the tasks; if files are named, what lm-eval reads from them."""
     names = config.tasks.split(",") if isinstance(config.tasks, str) else ",".join(config.tasks).split(",")
     if any(name.endswith(".yaml") or Path(name).is_dir() for name in names):
         return config.process_tasks(config.metadata), config.tasks
@@ -102,18 +103,18 @@ def asked_tasks(config: EvaluatorConfig) -> tuple[TaskManager, list]:
 
 
 def check_tasks(manager: TaskManager, tasks: list):
-    """Refuses tasks whose files set depths or exits, and groups and tags with such tasks, before a model is loaded."""
+    """Refuse, before a model is loaded, tasks whose files set depths or exits, and groups and tags with such tasks."""
     for task in tasks:
         entry = None if isinstance(task, dict) else manager.task_index.get(task)
         config = task if isinstance(task, dict) else (entry and entry.cfg) or {}
         refuse_depths_in(config.get("generation_kwargs") or {}, f"the generation_kwargs of task {config.get('task')}")
         members = config.get("task") if isinstance(config.get("task"), list) else []
-        tagged = sorted(entry.tags) if entry and task in manager.all_tags else []  # of a task: the tags that it has
+        tagged = sorted(entry.tags) if entry and task in manager.all_tags else []  # a task's `tags` are no members
         check_tasks(manager, [member for member in (*members, *tagged) if member != task])
 
 
 def results_by_depth(lm: LoopedLM, model_args: dict, tracker_args: dict, **options) -> dict[int, dict]:
-    """lm-eval's results at each depth, saved if there is an output_path; nothing on other processes than the first."""
+    """Return lm-eval's results at each depth, saved if there is an output_path. Only the first process has results."""
     by_depth = {}
     for depth in lm.depths:
         path = tracker_args.get("output_path")
@@ -135,7 +136,7 @@ def results_by_depth(lm: LoopedLM, model_args: dict, tracker_args: dict, **optio
 
 
 def curves_of(results: dict[int, dict], series: str = "") -> Curves:
-    """Every metric of every task over depth, with its standard error."""
+    """Return every metric of every task over depth with its standard error, and the mean loops if tokens exit."""
     curves: Curves = {}
     for depth, found in results.items():
         for measure, point in metrics_of(found):
@@ -147,13 +148,13 @@ def curves_of(results: dict[int, dict], series: str = "") -> Curves:
 
 
 def chances(curves: Curves, results: dict[int, dict]) -> dict[str, float]:
-    """{measure: what guessing scores}, as far as it is known."""
+    """Return {measure: score of guessing} for the measures where it is known."""
     configs = next(iter(results.values())).get("configs")
     return {measure: level for measure in curves if (level := chance_of(measure, configs)) is not None}
 
 
 def show(curves: Curves, chance: dict[str, float], output: str | None):
-    """Prints the table over depth; with a folder, writes depth.md and depth.svg beside lm-eval's results in it."""
+    """Print the table over depth; with an output folder, write depth.md and depth.svg beside lm-eval's results."""
     if curves:
         print(table(curves))
     if curves and output:
@@ -170,17 +171,17 @@ def main(arguments: list[str]):
             f"pretrained={arguments[0]} --tasks ..."
         )
     setup_logging()
-    sys.argv[1:] = as_lm_eval_spells(arguments)  # lm-eval reads it again
+    sys.argv[1:] = as_lm_eval_spells(arguments)  # lm-eval parses sys.argv
     cli = HarnessCLI()
     args = cli.parse_args()
     if args.command == "run":
         if args.include_path and not Path(args.include_path).is_dir():
             raise ValueError(f"--include_path {args.include_path}: there is no such folder (looked from {Path.cwd()})")
-        args.include_path = [path for path in (TASKS, args.include_path) if path]  # the last one wins
+        args.include_path = [path for path in (TASKS, args.include_path) if path]  # the last folder has precedence
     config = EvaluatorConfig.from_cli(args) if args.command == "run" else None
     if config is None or config.model != "looped":
         return cli.execute(args)
-    device_of(getattr(args, "device", None))  # that of the config is lm-eval's default, cuda:0, also without one
+    device_of(getattr(args, "device", None))  # config.device is cuda:0 where none is given, even without a GPU
     check(config)
     run = training_run(config.model_args["pretrained"])
     if run is not None and not config.output_path:
@@ -195,12 +196,12 @@ def main(arguments: list[str]):
     lm = LoopedLM.create_from_arg_obj({**config.model_args, "answers": config.use_cache}, setup)
     tracker_args = {**config.hf_hub_log_args, **({"output_path": config.output_path} if config.output_path else {})}
     results = results_by_depth(lm, config.model_args, tracker_args, **options)
-    if not results:  # another process has them
+    if not results:  # only the first process has results
         return
     if config.show_config:
         print(json.dumps(results, indent=2, default=handle_non_serializable, ensure_ascii=False))
     curves = curves_of(results)
     show(curves, chances(curves, results), config.output_path)
-    is_in_run = run is not None and Path(config.output_path).resolve().is_relative_to(run)  # where its report looks
+    is_in_run = run is not None and Path(config.output_path).resolve().is_relative_to(run)  # where the report looks
     found = best_depths(curves, more_is_better(next(iter(results.values()))))
     say_result(found, *([typed("looped report", os.path.relpath(run))] if is_in_run else []))

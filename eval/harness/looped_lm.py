@@ -1,11 +1,11 @@
 """`--model looped` of lm-eval: every depth is scored from one pass.
 
-A request is answered for all depths when the first of them asks, and the other depths recall the answer. So lm-eval
-evaluates depth after depth as it always does, and the model runs once. What is generated is generated at each depth.
+At the first depth that lm-eval evaluates, a request is scored for all depths; the other depths recall the answer. So
+lm-eval evaluates one depth after another as usual, but the model runs once. Texts are generated anew at each depth.
 
-With an exit criterion a scored token takes its logits from the loop at which it exits, or from the depth that is
-evaluated if that comes first. All are logits of the one pass, in which every token runs to the end: only `generate`
-saves the compute, and there later tokens see what an exited token left.
+With an exit criterion, a scored token takes its logits from the loop at which it exits, or from the evaluated depth if
+that comes first. All logits come from the one pass, in which every token runs all loops. Only `generate` saves
+compute, and only there do later tokens attend to the keys and values that a token had at its exit.
 """
 
 import logging
@@ -40,16 +40,16 @@ from .question import check_question, refuse_depths_in
 logger = logging.getLogger(__name__)
 
 WEIGHTS = (".safetensors", ".bin", ".gguf")
-READ_FILES = (*WEIGHTS, ".json", ".model", ".txt")  # in the folder of a model, a tokenizer or an adapter
-CHANGE_NO_ANSWER = {  # arguments of HFLM: where and how fast it runs, and what is read off the loaded model instead
+READ_FILES = (*WEIGHTS, ".json", ".model", ".txt")  # files of a model, tokenizer or adapter that decide answers
+CHANGE_NO_ANSWER = {  # arguments of HFLM for place and speed, and those whose effect is read from the loaded model
     "pretrained", "dtype", "mixed_precision_dtype", "max_length", "batch_size", "max_batch_size", "logits_cache",
     "parallelize", "max_memory_per_gpu", "max_cpu_memory", "offload_folder", "tp_plan",
 }  # fmt: skip
 
 
 class Answer(NamedTuple):
-    value: object  # what lm-eval wants: (log-likelihood, is greedy), log-likelihood, or text
-    loops: int = 0  # that its tokens took together
+    value: object  # as lm-eval expects it: (log-likelihood, is greedy), log-likelihood, or text
+    loops: int = 0  # sum over the tokens of the answer
     tokens: int = 0
 
 
@@ -68,14 +68,14 @@ class LoopedLM(HFLM):
         device: str | None = None,
         **kwargs,
     ):
-        """As `HFLM`, and:
+        """Take the arguments of `HFLM`, and:
 
-        num_loops: depths, such as 4 or 1..4; by default the model's own.
+        num_loops: depths, such as 4 or 1..4; by default the model's `num_loops`.
         exit_criterion, exit_threshold, min_loops: as in `generate`.
-        answers: file in which answers are kept, one for each process. They are those of the same files of the model,
-            the tokenizer and the adapter, and of the same arguments, but for `CHANGE_NO_ANSWER`.
-        state_seed: draws the first state of every row that is scored, and of every position that is generated; without
-            it that state is zeros.
+        answers: file that stores answers, one for each process. An answer is recalled only for the same files of the
+            model, the tokenizer and the adapter, and the same arguments, except those in `CHANGE_NO_ANSWER`.
+        state_seed: seed of the initial state of every scored row and of every generated position; without it, that
+            state is zeros.
         device: by default a GPU if there is one.
         """
         if isinstance(pretrained, str):
@@ -85,27 +85,27 @@ class LoopedLM(HFLM):
         )
         register_public_formats()
         super().__init__(pretrained, revision=revision, device=device or "auto", **{"backend": "causal", **kwargs})
-        self.tokenizer.deprecation_warnings[LONG_TEXTS] = True  # lm-eval cuts texts into windows
+        self.tokenizer.deprecation_warnings[LONG_TEXTS] = True  # no warning about long texts: lm-eval cuts them
         if state_seed is not None:
             check_starts_from_noise(self.config)
         saved = getattr(self.model.generation_config, "exit_criterion", None)
         if saved is not None and self.rule is None:
             logger.warning(f"Exits by {saved!r}, saved with this model, are not used: name exit_criterion for that")
-        if hasattr(self, "accelerator"):  # HFLM shares the requests out on several GPUs only
+        if hasattr(self, "accelerator"):  # HFLM splits requests between processes only with several GPUs
             self._rank, self._world_size = self.accelerator.process_index, self.accelerator.num_processes
         self.answers = {} if answers is None else open_answers(f"{answers}_rank{self.rank}.db")
         self._state_of_model = [] if answers is None else self._what_decides(kwargs)
         self.cache_hook = SimpleNamespace(add_partial=self._keep_generated)
         self.state_seed = state_seed
         self._largest_batch: int | None = None
-        self._generated_loops = []  # (loops, tokens) of the rows that are being generated
+        self._generated_loops = []  # (loops, tokens) of each row of the current batch
         self.at(self.depths[-1])
 
     def __str__(self):
         return "looped"
 
     def _detect_batch_size(self, requests=None, pos: int = 0) -> int:
-        """Of texts as long as may be it is looked for once: every depth runs the same pass, that of the deepest."""
+        """Search the size for texts of maximal length only once: every depth runs the same pass, to the deepest."""
         if requests:
             return super()._detect_batch_size(requests, pos)
         if self._largest_batch is None:
@@ -113,7 +113,7 @@ class LoopedLM(HFLM):
         return self._largest_batch
 
     def at(self, depth: int) -> "LoopedLM":
-        """The depth for which requests are answered from now on."""
+        """Set the depth at which requests are answered from now on."""
         if depth not in self.depths:
             raise ValueError(f"depth {depth} is not among those of this model, num_loops={self.depths}")
         self.depth = depth
@@ -130,11 +130,11 @@ class LoopedLM(HFLM):
 
     @property
     def mean_loops(self) -> float | None:
-        """The mean loops of the tokens that were scored or generated at this depth."""
+        """Mean number of loops of the tokens that were scored or generated at this depth."""
         loops, tokens = (self._counted if self.world_size == 1 else self._counted_everywhere).tolist()
         return loops / tokens if tokens else None
 
-    def barrier(self):  # the one call that all processes make after a kind of request
+    def barrier(self):  # the only call of all processes after a type of request
         super().barrier()
         if self.world_size > 1:
             self._counted_everywhere = self.all_gather(self._counted.to(self.device)).view(-1, 2).sum(0)
@@ -151,7 +151,7 @@ class LoopedLM(HFLM):
     # answers
 
     def _what_decides(self, arguments: dict) -> list[str]:
-        """All but the request that an answer depends on. arguments: those of `HFLM`."""
+        """Return everything that an answer depends on, except the request. arguments: those of `HFLM`."""
         effective = [str(x) for x in (self.model.dtype, self.mixed_precision_dtype, self.max_length)]
         given = [f"{name}={value}" for name, value in sorted(arguments.items()) if name not in CHANGE_NO_ANSWER]
         folders = [self.config._name_or_path, self.tokenizer.name_or_path, self.peft, self.delta]
@@ -172,7 +172,7 @@ class LoopedLM(HFLM):
 
     def _keep_generated(self, kind: str, arguments, text: str):
         answer = Answer(text, *(self._generated_loops.pop(0) if self._generated_loops else ()))
-        if self._is_sampled(arguments[1]):  # no second answer would be the same
+        if self._is_sampled(arguments[1]):  # not stored: a second answer would differ
             self._count([answer])
         else:
             self._keep(kind, arguments, self.depth, answer)
@@ -182,7 +182,7 @@ class LoopedLM(HFLM):
             self._counted += torch.tensor([answer.loops, answer.tokens])
 
     def _recall(self, kind: str, requests, score) -> list:
-        """Answers at this depth. `score` is asked for what is missing, and keeps what it finds."""
+        """Return the answers at this depth. `score` computes and stores those that are missing."""
         asked = {self._key(kind, request.args, self.depth): request for request in requests}
         missing = [request for key, request in asked.items() if key not in self.answers]
         if missing:
@@ -198,7 +198,7 @@ class LoopedLM(HFLM):
         return self._recall("loglikelihood_rolling", requests, self._score_documents)
 
     def generate_until(self, requests, disable_tqdm: bool = False) -> list[str]:
-        """Greedy texts are recalled or kept, and sampled ones are new each time."""
+        """Recall or store greedy texts; generate sampled texts anew each time."""
         for request in requests:
             refuse_depths_in(request.args[1], f"the generation_kwargs of task {request.task_name}")
         is_sampled = [self._is_sampled(request.args[1]) for request in requests]
@@ -209,13 +209,13 @@ class LoopedLM(HFLM):
         return [next(new if sampled else recalled) for sampled in is_sampled]
 
     def _is_sampled(self, wishes: dict) -> bool:
-        """As lm-eval decides it: a temperature alone is enough."""
+        """Return whether lm-eval samples with these arguments; a temperature alone makes it sample."""
         return bool(normalize_gen_kwargs(wishes, self.max_gen_toks)["do_sample"])
 
     # scoring
 
     def _loglikelihood_tokens(self, requests, disable_tqdm: bool = False, override_bs: int | None = None):
-        """The sums of `score_tokens` for each (key, context, continuation); `_recall` finds them among the answers."""
+        """Score each (key, context, continuation) and store the answers, which `_recall` reads."""
         return self.score_tokens(requests, disable_tqdm, self._keep_likelihoods)
 
     def _keep_likelihoods(self, requests, numbers, sums):
@@ -233,8 +233,8 @@ class LoopedLM(HFLM):
                 self._keep("loglikelihood_rolling", request.args, depth, answer)
 
     def score_documents(self, documents: list[list[int]]) -> list[torch.Tensor]:
-        """For each document the sums of `score_tokens`, [depths, 3]; greedy misses are not counted. Each token is
-        predicted once, from as much of its document as fits.
+        """Return for each document the sums of `score_tokens`, [depths, 3], but greedy misses are not always counted.
+        Each token is predicted once, from as much of its document as fits.
         """
         windows = []
         for number, document in enumerate(documents):
@@ -247,12 +247,12 @@ class LoopedLM(HFLM):
 
     @torch.no_grad()
     def score_tokens(self, requests, disable_tqdm: bool = False, keep=None, is_text: bool = False) -> torch.Tensor:
-        """Sums over the continuation of each request (key, context, continuation): [depths, 3, requests], where 3 are
-        the log-likelihood, the tokens that greedy decoding misses, and the loops.
+        """Return sums over the continuation of each request (key, context, continuation), [depths, 3, requests]: the
+        log-likelihood, the number of tokens that greedy decoding would not choose, and the loops.
 
-        Requests whose inputs are equal, as with choices of one token, share a row. keep(requests, numbers, sums) is
-        called after every batch, with the numbers of its requests. is_text: continuations are long, and greedy misses
-        are not asked for, so that several depths need not keep their logits.
+        Requests with equal inputs, such as choices of one token, share a row. keep(requests, numbers, sums) is called
+        after every batch with the indices of its requests. is_text: continuations are long and greedy misses are not
+        needed, so that with several depths no logits are kept.
         """
         too_long = sum(len(context) + len(continuation) - 1 > self.max_length for _, context, continuation in requests)
         if too_long:
@@ -279,7 +279,7 @@ class LoopedLM(HFLM):
             fn=(lambda position, _: self._batch_scheduler(position, first_of_each)) if automatic else None,
         )
         if automatic:
-            self.batch_sizes = {}  # found for other requests
+            self.batch_sizes = {}  # drop sizes of other requests
         progress = tqdm(total=len(requests), desc="Scoring", disable=disable_tqdm or self.rank != 0)
         for chunk in chunks:
             tokens = self._tokens_of(chunk, requests)
@@ -294,7 +294,7 @@ class LoopedLM(HFLM):
         return sums
 
     def autocast(self):
-        """The precision that the argument mixed_precision_dtype asks for."""
+        """Return a context that runs in `mixed_precision_dtype`, if that is set."""
         return torch.autocast(
             self.device.type, self.mixed_precision_dtype, enabled=self.mixed_precision_dtype is not None
         )
@@ -303,7 +303,7 @@ class LoopedLM(HFLM):
         return is_text and self.rule is None and len(self.depths) > 1
 
     def _tokens_of(self, chunk: list[list[int]], requests) -> "ScoredTokens":
-        """The rows of a chunk, padded right, and where in them the continuations are predicted."""
+        """Return the rows of a chunk, padded right, and the positions at which they predict the continuations."""
         rows, places, targets, owners, inputs = [], [], [], [], []
         for row, group in enumerate(chunk):
             for number in group:
@@ -320,12 +320,12 @@ class LoopedLM(HFLM):
         return ScoredTokens(input_ids, rows, places, targets, torch.tensor(owners), states)
 
     def _first_state(self, tokens: torch.Tensor) -> torch.Tensor:
-        """h_0 of a row, drawn by its own tokens, so that the other rows of its batch change nothing."""
+        """Draw h_0 of a row, seeded by `state_seed` and its tokens, so that it does not depend on its batch."""
         key = ("initial_state", self.state_seed, tuple(tokens.tolist()))
         return self.model.sample_initial_state(1, len(tokens), generator_of(*key, device=self.device))[0]
 
     def _from_losses(self, tokens: "ScoredTokens") -> torch.Tensor:
-        """[depths, 3, tokens] from the cross-entropy after every loop."""
+        """Return [depths, 3, tokens] from the cross-entropy after every loop."""
         labels = torch.full_like(tokens.input_ids, -100)
         labels[tokens.rows, tokens.places] = tokens.targets
         outputs = self.model(
@@ -342,9 +342,9 @@ class LoopedLM(HFLM):
         return torch.stack([log_p, torch.zeros_like(log_p), depths[:, None].expand_as(log_p)], dim=1)
 
     def _from_logits(self, tokens: "ScoredTokens") -> torch.Tensor:
-        """[depths, 3, tokens] from the logits after every loop, at the positions of the continuations alone."""
+        """Return [depths, 3, tokens] from the logits after every loop, read only where continuations are predicted."""
         length = tokens.input_ids.shape[1]
-        asked, answers = (tokens.rows * length + tokens.places).unique(return_inverse=True)  # choices may share one
+        asked, answers = (tokens.rows * length + tokens.places).unique(return_inverse=True)  # choices may share them
         every_loop = self._reads_every_loop
         outputs = self._states_of(tokens.input_ids, initial_state=tokens.initial_state, use_cache=False)
         loops = range(1, self.depths[-1] + 1) if every_loop else self.depths
@@ -372,7 +372,7 @@ class LoopedLM(HFLM):
         return len(self.depths) > 1 or self.rule is not None
 
     def _states_of(self, input_ids: torch.Tensor, **options):
-        """The deepest pass, with the states that any depth or exit is read from."""
+        """Run the deepest pass, with the states from which all depths and exits are read."""
         return self.model.get_decoder()(
             input_ids,
             num_loops=self.depths[-1],
@@ -382,8 +382,8 @@ class LoopedLM(HFLM):
         )
 
     def _model_call(self, inps, attn_mask=None, labels=None) -> torch.Tensor:
-        """By this pass lm-eval finds the batch size that fits. It holds what scoring holds, and the cache of every
-        loop, as generating does."""
+        """Run the pass with which lm-eval searches the batch size that fits. It needs the memory of scoring, and of
+        the cache of every loop, as generation does."""
         with torch.no_grad(), self.autocast():
             return self.model.logits(self._states_of(inps, use_cache=True).last_hidden_state)
 
@@ -411,8 +411,8 @@ class LoopedLM(HFLM):
         return outputs.sequences
 
     def _num_kept(self, tokens: list[int], stop: list[str]) -> int:
-        """Tokens up to the one that completes the first stop string: a row goes on until all of its batch have
-        stopped, and what it writes then is thrown away."""
+        """Count the tokens up to the one that completes the first stop string. A row continues until all rows of its
+        batch have stopped; the tokens after its stop string are discarded."""
 
         def has_stopped(count: int) -> bool:
             text = self.tok_decode(tokens[:count], skip_special_tokens=False)
@@ -423,15 +423,15 @@ class LoopedLM(HFLM):
 
 class ScoredTokens(NamedTuple):
     input_ids: torch.Tensor  # [rows, length]
-    rows: torch.Tensor  # [tokens] of input_ids
-    places: torch.Tensor  # [tokens] in the row, where the target is predicted
+    rows: torch.Tensor  # [tokens] row of input_ids
+    places: torch.Tensor  # [tokens] position in the row that predicts the target
     targets: torch.Tensor  # [tokens]
-    owners: torch.Tensor  # [tokens] number of the request, on the CPU
+    owners: torch.Tensor  # [tokens] index of the request, on the CPU
     initial_state: torch.Tensor | None  # [rows, length, width]
 
 
 class ExitCount:
-    """After how many loops each token exits; without a rule, after the last."""
+    """Counts the loops after which each token exits; without a rule, all tokens run all loops."""
 
     def __init__(self, rule: ExitRule | None, tokens: int, deepest: int, device):
         self.rule, self.memory = rule, {}
@@ -447,8 +447,8 @@ class ExitCount:
 
 
 def files_of_model(folder: Path) -> str:
-    """Checksums of the weights, settings and vocabulary in a folder; of weights those that were listed at the saving,
-    where there is a list: they are large, and nobody edits them."""
+    """Return checksums of the weights, settings and vocabulary in a folder. Those of weights come from the list
+    written at saving, if there is one: weights are large and not edited by hand."""
     if not folder.is_dir():
         return ""
     listed = read_sealed(folder / LIST)["checksums"] if (folder / LIST).is_file() else {}

@@ -27,7 +27,7 @@ Underscores and hyphens are the same in names.
 
 
 def show_help(arguments: list[str]):
-    """Of the command itself; that of lm-eval's own commands (run, ls, validate) is lm-eval's."""
+    """Print the help of this command; lm-eval prints the help of its commands run, ls and validate."""
     if not arguments or arguments[0] in ("-h", "--help"):
         print(__doc__)
         raise SystemExit(0 if arguments else 2)

@@ -1,4 +1,4 @@
-"""Depths and exits that a model is to be evaluated at, checked against its config.json before it is loaded."""
+"""Checks the depths and exits of an evaluation against a model's config.json before the model is loaded."""
 
 from typing import NamedTuple
 
@@ -14,14 +14,14 @@ from modeling_looped.formats.registry import is_published
 
 
 class Question(NamedTuple):
-    """What is asked of a model, with all that config.json can refuse."""
+    """Depths and exit rule of an evaluation, checked as far as config.json allows."""
 
     depths: list[int]
     rule: ExitRule | None
 
 
 def refuse_depths_in(gen_kwargs: dict, where: str):
-    """gen_kwargs: of the command, or of a task."""
+    """Refuse depths and exits among the generation arguments of the command or of a task."""
     ours = [name for name in gen_kwargs if name in DEPTH_FIELDS]
     if ours:
         raise ValueError(
@@ -33,7 +33,7 @@ def refuse_depths_in(gen_kwargs: dict, where: str):
 def check_question(
     pretrained, num_loops=None, exit_criterion=None, exit_threshold=None, min_loops: int = 1, revision: str = "main"
 ) -> Question:
-    """Reads config.json alone, so that a mistake costs no loading."""
+    """Check the arguments against config.json only, so that mistakes are found before the weights are loaded."""
     depths = None if num_loops is None else parse_depths(num_loops)
     if isinstance(pretrained, str):
         pretrained = model_inside(pretrained)

@@ -1,4 +1,4 @@
-"""The laws of looping fitted to tables of runs, each as a dict of what was found."""
+"""Fits of the laws of looping to tables of runs. Each returns its result as a dict."""
 
 import math
 
@@ -14,7 +14,8 @@ from .run_table import RunTable
 
 
 def budgets_of(table: RunTable, tolerance: float = 0.1) -> dict[float, RunTable]:
-    """Runs whose FLOPs follow each other within `tolerance` belong to one budget, named by their geometric mean."""
+    """Group runs into budgets; return {geometric mean of FLOPs: runs}. Runs are in one budget if, in order of FLOPs,
+    each has at most 1 + `tolerance` times the FLOPs of the run before it."""
     ordered = sorted(table.rows, key=lambda row: row["flops"])
     groups = [[ordered[0]]]
     for row in ordered[1:]:
@@ -25,7 +26,7 @@ def budgets_of(table: RunTable, tolerance: float = 0.1) -> dict[float, RunTable]
 
 
 def lowest(x: np.ndarray, loss: np.ndarray) -> tuple[float, float]:
-    """(x, loss) at the minimum of a parabola through loss over log x; FitError where there is none among the runs."""
+    """Return (x, loss) at the minimum of a parabola through loss over log x; FitError if it lies outside the runs."""
     curve = np.polynomial.Polynomial.fit(np.log(x), loss, 2).convert()
     _, slope, bend = curve.coef
     if not bend > 0:
@@ -37,7 +38,10 @@ def lowest(x: np.ndarray, loss: np.ndarray) -> tuple[float, float]:
 
 
 def optima(budgets: dict[float, RunTable], draw=None) -> tuple[list[dict], list[str]]:
-    """Each budget's best loops and tokens, and what is wrong with the budgets that have none."""
+    """Return each budget's best loops and tokens, and the reasons why other budgets have none.
+
+    draw: a random generator; the runs of each budget are then resampled with replacement.
+    """
     found, problems = [], []
     for flops, group in budgets.items():
         rows = np.arange(len(group)) if draw is None else draw.integers(len(group), size=len(group))
@@ -54,7 +58,7 @@ def optima(budgets: dict[float, RunTable], draw=None) -> tuple[list[dict], list[
 
 
 def power_laws(found: list[dict]) -> dict:
-    """The laws of the best loops and the best tokens: scale * FLOPs ** exponent."""
+    """Fit the best loops and the best tokens as scale * FLOPs ** exponent."""
     flops = [best["flops"] for best in found]
     laws = {}
     for name in ("mean_depth", "tokens"):
@@ -65,7 +69,7 @@ def power_laws(found: list[dict]) -> dict:
 
 
 def isoflop(table: RunTable, resamples: int = 0, seed: int = 0) -> dict:
-    """Parabolas through the looped runs of each budget, and what looping gains over runs of fixed depth."""
+    """Fit parabolas through the looped runs of each budget, and measure the gain of looping over a fixed depth."""
     table = table.need("mean_depth", "tokens", "flops", "loss").at_training_depth()
     budgets = budgets_of(table)
     looped = {flops: group.where(lambda row: not is_fixed_depth(row)) for flops, group in budgets.items()}
@@ -108,7 +112,7 @@ def summary(name: str, fitted: Fit) -> dict:
 
 
 def errors(predicted: torch.Tensor, table: RunTable) -> dict:
-    """Mean and largest absolute error in percent, and every prediction."""
+    """Return the mean and the largest absolute error in percent, the total Huber loss, and every prediction."""
     percent = 100 * (predicted / table["loss"] - 1).abs()
     return {
         "mean_percent": percent.mean().item(),
@@ -130,7 +134,7 @@ def fit_table(law, table: RunTable, restarts: int, resamples: int, seed: int) ->
 def parametric(
     table: RunTable, held_out: RunTable | None = None, restarts: int = 500, resamples: int = 0, seed: int = 0
 ):
-    """The training law at T = mu, and what it predicts of `held_out`."""
+    """Fit the training law to the losses at T = mu, and predict those of `held_out`."""
     wanted = ("loss", *PARAMETRIC.columns)
     table = table.need(*wanted).at_training_depth()
     held_out = None if held_out is None else held_out.need(*wanted).at_training_depth()
@@ -154,7 +158,7 @@ def unified(
     resamples: int = 0,
     seed: int = 0,
 ):
-    """The law of training and test depth, all parameters jointly (Parcae, equation 4)."""
+    """Fit all parameters of the law of training and test depth jointly (Parcae, equation 4)."""
     law = UNIFIED[conditioning]
     wanted = ("loss", "mean_depth", *law.columns)
     table = table.need(*wanted)
@@ -171,7 +175,7 @@ def unified(
 
 
 def at_training_depth_of_each(table: RunTable) -> torch.Tensor:
-    """[n]: the measured loss at T = mu of each row's run."""
+    """Return for each row the measured loss of its run at T = mu, [n]."""
     loss = {row["run"]: row["loss"] for row in table.at_training_depth().rows}
     return torch.tensor([loss[row["run"]] for row in table.rows], dtype=torch.float64)
 
@@ -179,9 +183,9 @@ def at_training_depth_of_each(table: RunTable) -> torch.Tensor:
 def conditioning(
     table: RunTable, held_out: RunTable | None = None, restarts: int = 500, resamples: int = 0, seed: int = 0
 ) -> dict:
-    """How the decay should depend on the training depth: three forms above the training law's floor (table 14).
+    """Compare three ways in which the decay above the training law's floor may depend on training depth (table 14).
 
-    A resample draws runs with all their depths, and refits the floor as well as the forms above it.
+    A resample draws whole runs, with all their depths, and refits both the floor and the forms above it.
     """
     wanted = ("loss", "mean_depth", "test_depth", *PARAMETRIC.columns)
     table.need(*wanted)
@@ -191,7 +195,7 @@ def conditioning(
     result = {"law": "conditioning", "training_law": training, "forms": {}}
     if not training["converged"]:
         return {**result, "converged": False, "reason": training["reason"]}
-    weights = draw_runs(table.numbered("run"), resamples, seed)  # the same runs as under the training law
+    weights = draw_runs(table.numbered("run"), resamples, seed)  # the same draws as in the training law's bootstrap
 
     def with_floor(part: RunTable, law, predict) -> dict:
         columns = part.columns([name for name in law.columns if name != "floor"])
@@ -205,7 +209,7 @@ def conditioning(
         form = result["forms"][name] = summary(name, fitted)
         if not fitted.at_minimum:
             continue
-        form["converged"] = True  # forms are compared by their misfit, also where coefficients are not determined
+        form["converged"] = True  # forms are compared by their misfit, even if their coefficients are not determined
         for key, part, drawn in (("huber", table, weights), ("held_out_huber", held_out, 1.0)):
             if part is None:
                 continue
@@ -219,10 +223,10 @@ def conditioning(
 
 
 def test_time(table: RunTable, restarts: int = 100, resamples: int = 0, seed: int = 0) -> dict:
-    """Four forms on the curve of every run, on all depths and on T <= mu (tables 12 and 13).
+    """Fit four forms to the curve of every run, on all depths and on T <= mu (tables 12 and 13).
 
-    A curve has few depths, and they are chosen: the intervals of its coefficients come from residuals drawn anew, as
-    if these were independent. Those of means over curves come from curves drawn anew.
+    A curve has few depths, which are not drawn at random. The intervals of its coefficients therefore come from
+    resampled residuals, taken as independent; those of means over curves come from resampled curves.
     """
     table.need("loss", "mean_depth", "test_depth")
     curves = table.by("run")
@@ -258,7 +262,7 @@ def test_time(table: RunTable, restarts: int = 100, resamples: int = 0, seed: in
 
 
 def over_curves(name: str, values: list[float], resamples: int, seed: int) -> dict:
-    """The mean, and its interval over curves drawn anew, where there are at least 3."""
+    """Return the mean and, if there are at least 3 curves, its interval over resampled curves."""
     means = {name: float(np.mean(values))}
     if resamples and len(values) >= 3:
         drawn = np.random.default_rng(seed).choice(values, (resamples, len(values)))
@@ -290,7 +294,7 @@ def curve_summary(fitted: Fit, curve: RunTable) -> dict:
 
 
 def keep_together(scores: dict, key: str, values: dict):
-    """Forms are compared on the curves that all of them fit."""
+    """Keep the scores of a curve only if every form fits it, so that all forms are compared on the same curves."""
     if len(values) == len(scores):
         for name, value in values.items():
             scores[name][key].append(value)

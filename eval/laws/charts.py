@@ -32,7 +32,7 @@ def points_of(rows: list[dict], x: str, y: str) -> list[tuple[float, float]]:
 
 
 def measured_and_fitted(name: str, measured: list, fitted: list, color: str) -> list[Line]:
-    """Dots, and a line through them that has no key of its own."""
+    """Return dots, and a line through them without an entry in the key."""
     return [Line(name, measured, color, joined=False), Line("", fitted, color)]
 
 
@@ -60,10 +60,10 @@ def isoflop(result: dict, table: RunTable, fitted) -> list:
 
 
 def measured_frontier(result: dict, table: RunTable) -> Chart:
-    """Every run, and lines through the best looped run and the fixed-depth runs of each budget (figure 6)."""
+    """Draw every run, and lines through the best looped run and the fixed-depth runs of each budget (figure 6)."""
     fixed = [point for point in result["frontier"] if "fixed_loss" in point]
     lines = [
-        Line("other runs", points_of(table.rows, "flops", "loss"), "c7", joined=False),  # under those of the lines
+        Line("other runs", points_of(table.rows, "flops", "loss"), "c7", joined=False),  # drawn first, below the lines
         Line("best looped run", points_of(result["frontier"], "flops", "loss"), "c0"),
         Line("one loop", points_of(fixed, "flops", "fixed_loss"), "c1"),
     ]
@@ -81,7 +81,7 @@ def against_measured(predicted, table: RunTable) -> Chart:
 
 
 def parametric(result: dict, table: RunTable, fitted: Fit) -> list:
-    """Lines of equal loss and, where the runs are of one size, the frontier through them (figures 4 and 25)."""
+    """Draw lines of equal loss and, if all runs have one size, the frontier through them (figures 4 and 25)."""
     table = table.at_training_depth()
     columns = table.columns(fitted.law.columns)
     tokens, of_one_size = columns["tokens"].numpy(), "frontier" in result
@@ -109,7 +109,7 @@ def parametric(result: dict, table: RunTable, fitted: Fit) -> list:
 
 
 def curves_of(table: RunTable) -> dict[str, RunTable]:
-    """The curves of runs, from the least to the most trained depth, at most eight."""
+    """Return the curves of at most MOST runs, evenly picked and ordered by their trained depth."""
     curves = sorted(table.by("run").items(), key=lambda each: each[1].rows[0]["mean_depth"])
     return dict(curves[:: -(-len(curves) // MOST)])
 

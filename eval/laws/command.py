@@ -26,7 +26,7 @@ READ_BY = {
 
 
 def run(law: str, table: RunTable, held_out: RunTable | None, args) -> tuple[dict, Fit | None]:
-    """What was found, and the fit itself where the law is a single one."""
+    """Return the result of a law and, if it consists of a single fit, that fit."""
     how = {"resamples": args.bootstrap, "seed": args.seed}
     if law == "isoflop":
         return isoflop(table, **how), None
@@ -42,7 +42,7 @@ def run(law: str, table: RunTable, held_out: RunTable | None, args) -> tuple[dic
 
 
 def show(result: dict, indent: str = ""):
-    """The result as lines: numbers to five digits, predictions left to the JSON."""
+    """Print the result as lines, with numbers to five digits. Predictions are only in the JSON."""
     for key, value in result.items():
         if key == "rows" and isinstance(value, list):
             continue
@@ -90,9 +90,9 @@ def collect_all(folders: list[str], output: str | None):
 
 
 def enough_for(rows: list[dict]) -> tuple[str, str | None]:
-    """Which law these runs are enough for: in words, and as the name of its command."""
+    """Return which law these runs suffice for, in words and as the name of its command."""
     looped = [row for row in rows if not is_fixed_depth(row)]
-    curves = Counter(row["run"] for row in looped)  # losses of each run
+    curves = Counter(row["run"] for row in looped)  # number of losses of each run
     differ = all(len({row.get(name) for row in looped}) > 1 for name in ("effective_parameters", "tokens"))
     needed, depths = len(PARAMETRIC.names) + 1, len(TEST_TIME["exponential"].names) + 1
     if len(curves) >= needed and differ:
@@ -104,14 +104,14 @@ def enough_for(rows: list[dict]) -> tuple[str, str | None]:
 
 
 def next_law(law: str, table: RunTable, path: str) -> list[str]:
-    """The command that fits the next law to the same table, where its runs are enough for one."""
+    """Return the command that fits the next law to the same table, if its runs suffice for that law."""
     then = THEN.get(law)
     known = then == "parametric" or any("test_depth" in row for row in table.rows)
     return [typed(f"looped laws {then}", path)] if then and known and enough_for(table.rows)[1] == "parametric" else []
 
 
 def with_named_columns(table: RunTable, args) -> RunTable:
-    """N and C of the laws are the columns that the command names."""
+    """Put the columns that the command names in place of `effective_parameters` (N) and `flops` (C)."""
     named = {"effective_parameters": args.effective_parameters, "flops": args.flops}
     table.need(*(column for name, column in named.items() if column != name))
     rows = [{**row, **{name: row[column] for name, column in named.items() if column in row}} for row in table.rows]
@@ -130,7 +130,7 @@ def check(args):
 
 
 def runs_of_law(path: str, args) -> RunTable:
-    """Those of a table that the law is about."""
+    """Read a table and keep the runs to which the law applies."""
     table = with_named_columns(read_table(path), args)
     if args.min_depth:
         table.need("mean_depth")

@@ -1,7 +1,7 @@
-"""Fits of laws to runs: L-BFGS from many random starts at once, checked before a number is given.
+"""Fits of laws to runs: L-BFGS from many random starts at once. A fit is checked before its coefficients are returned.
 
-The misfit is Hoffmann et al.'s, the Huber loss (delta = 1e-3) between logarithms of predicted and measured loss, or
-plain squares. All restarts, and all resamples of a bootstrap, are rows of one batch.
+The misfit is that of Hoffmann et al., the Huber loss (delta = 1e-3) between logarithms of predicted and measured loss,
+or plain squares. All restarts, and all resamples of a bootstrap, are rows of one batch.
 """
 
 import math
@@ -18,26 +18,26 @@ from .forms import Columns, Law
 
 
 DELTA = 1e-3
-NEGLIGIBLE = 1e-4  # share of the loss below which a term says nothing
-LOOSE = 2.0  # standard deviation, in log units, above which a direction counts as not determined
+NEGLIGIBLE = 1e-4  # a term with a smaller share of the loss counts as vanished
+LOOSE = 2.0  # a direction with a larger standard deviation, in log units, counts as undetermined
 
 
 class FitError(ValueError):
-    """These runs do not give this fit."""
+    """The runs do not allow a fit, or do not determine it."""
 
 
 def minimize(objective, start: torch.Tensor, max_iterations: int = 10_000, memory: int = 10, tolerance: float = 1e-6):
-    """L-BFGS on every row of `start` [R, p] as a problem of its own; returns the points [R, p] and their values [R].
+    """Run L-BFGS on every row of `start` [R, p] as a separate problem; return the points [R, p] and their values [R].
 
-    `objective(points, rows)` gives the values of the named rows. A row is done when its gradient is below `tolerance`,
-    or when three iterations in a row have gained nothing that counts.
+    `objective(points, rows)` returns the values of the rows with indices `rows`. A row is done when its gradient is
+    below `tolerance`, or when three consecutive iterations have each gained less than 1e-7 of the value.
     """
     points, values = start.clone(), torch.full((len(start),), torch.inf, dtype=start.dtype)
     rows = torch.arange(len(start))
     value, gradient = with_gradient(objective, points, rows)
     values.copy_(value)
-    steps = start.new_zeros(memory, *start.shape)  # what the point moved by, the newest last
-    changes = start.new_zeros(memory, *start.shape)  # what the gradient changed by
+    steps = start.new_zeros(memory, *start.shape)  # moves of the point, the newest last
+    changes = start.new_zeros(memory, *start.shape)  # changes of the gradient, the newest last
     stalled = torch.zeros(len(start), dtype=torch.long)
     x, bar = points, progress(None, "fitting", total=len(start))
     for _ in range(max_iterations):
@@ -67,7 +67,7 @@ def with_gradient(objective, points, rows):
 
 
 def two_loops(gradient, steps, changes):
-    """The inverse Hessian of the last steps, applied to the gradient; pairs of no positive curvature do not count."""
+    """Apply the inverse Hessian of the last steps to the gradient; pairs without positive curvature are skipped."""
     curvature = (steps * changes).sum(2)  # [m, R]
     usable = curvature > 1e-14 * changes.square().sum(2)
     inverse = torch.where(usable, 1 / curvature.where(usable, torch.ones_like(curvature)), 0.0)
@@ -75,7 +75,7 @@ def two_loops(gradient, steps, changes):
     for step, change, rho in reversed(list(zip(steps, changes, inverse))):
         weights.insert(0, rho * (step * result).sum(1))
         result = result - weights[0][:, None] * change
-    scale = 1 / gradient.norm(dim=1).clamp(min=1.0)  # nothing known yet: a step of at most 1
+    scale = 1 / gradient.norm(dim=1).clamp(min=1.0)  # without usable pairs: a step of at most 1
     for pair_curvature, change, good in zip(curvature, changes, usable):
         scale = torch.where(good, pair_curvature / change.square().sum(1).clamp(min=1e-300), scale)
     result = result * scale[:, None]
@@ -85,13 +85,13 @@ def two_loops(gradient, steps, changes):
 
 
 def line_search(objective, rows, x, value, gradient, direction, tries: int = 20):
-    """Weak Wolfe conditions by bisection, row by row; a row that finds no lower value stays where it is."""
+    """Meet the weak Wolfe conditions by bisection, row by row; a row that finds no lower value stays in place."""
     slope = (gradient * direction).sum(1)
     downhill = slope < 0
     direction = torch.where(downhill[:, None], direction, -gradient)
     slope = torch.where(downhill, slope, -gradient.square().sum(1))
     low, high = torch.zeros_like(value), torch.full_like(value, torch.inf)
-    length = (4.0 / direction.abs().amax(1)).clamp(max=1.0)  # logarithms: no step beyond e^4
+    length = (4.0 / direction.abs().amax(1)).clamp(max=1.0)  # points are logarithms: no factor above e^4
     best_x, best_value, best_gradient = x.clone(), value.clone(), gradient.clone()
     open_rows = torch.arange(len(rows))
     for _ in range(tries):
@@ -114,10 +114,10 @@ def line_search(objective, rows, x, value, gradient, direction, tries: int = 20)
 
 @dataclass
 class Fit:
-    """The best of all restarts. `problem` says why its coefficients mean nothing, where they do.
+    """The best of all restarts. `problem` is the reason why its coefficients are meaningless, or None.
 
-    A fit at a minimum may have a problem too: it predicts losses, though its runs do not determine its coefficients.
-    Results call a fit converged where it is at a minimum and has no problem.
+    A fit at a minimum may also have a problem: it predicts losses, but the runs do not determine its coefficients.
+    Results call a fit converged if it is at a minimum and has no problem.
     """
 
     law: Law
@@ -128,7 +128,7 @@ class Fit:
     restarts: int
     at_minimum: bool  # of the misfit
     problem: str | None = None
-    refits: torch.Tensor | None = None  # [R, p] of a bootstrap; NaN where a resample found nothing
+    refits: torch.Tensor | None = None  # [R, p] of a bootstrap; NaN where the fit to a resample failed
 
     @property
     def coefficients(self) -> dict[str, float]:
@@ -138,7 +138,7 @@ class Fit:
 
     @property
     def intervals(self) -> dict[str, list[float]]:
-        """The interval of every coefficient that holds 95 % of the refits."""
+        """The interval of each coefficient that contains the middle 95 % of the refits."""
         if self.refits is None:
             return {}
         return {name: interval(values) for name, values in self.law.coefficients(self.refits).items()}
@@ -149,24 +149,24 @@ class Fit:
         return self.law.log(self.free[None], columns)[0].exp()
 
     def predict_again(self, columns: Columns) -> torch.Tensor:
-        """[R, n]: by every refit."""
+        """Return the predictions of every refit, [R, n]."""
         return self.law.log(self.refits, columns).exp()
 
 
 def interval(values: torch.Tensor) -> list[float]:
-    """The middle 95 %; NaN counts as no value."""
+    """Return the ends of the middle 95 % of the values; NaN is ignored."""
     return values.nanquantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
 
 
 def huber(predicted: torch.Tensor, measured: torch.Tensor) -> torch.Tensor:
-    """Between losses: the Huber loss of their logarithms."""
+    """Return the Huber loss between the logarithms of predicted and measured losses."""
     return huber_loss(predicted.log(), measured.log().expand_as(predicted), reduction="none", delta=DELTA)
 
 
 def misfit_of(law: Law, columns: Columns, log_loss, weights, criterion: str):
-    """The mean misfit of every row of a batch of parameters, in units of delta squared.
+    """Return a function of parameters [R, p] that gives the mean misfit of every row, in units of delta squared.
 
-    Columns and losses are [n], or [R, n] where every row of the batch has its own.
+    Columns and losses are [n], or [R, n] if they differ between rows of the batch.
     """
 
     def objective(free, rows):
@@ -211,7 +211,7 @@ def fit(law: Law, columns: Columns, loss: torch.Tensor, restarts: int, seed: int
 
 
 def polished(objective, free: torch.Tensor) -> torch.Tensor:
-    """The last digits, by a trust-region method with the exact Hessian; kept if it is no worse."""
+    """Refine the last digits by a trust-region method with the exact Hessian; keep the result if it is not worse."""
 
     def tensor(x):
         return torch.as_tensor(x, dtype=torch.float64)
@@ -231,14 +231,14 @@ def polished(objective, free: torch.Tensor) -> torch.Tensor:
 
 
 def judged(result: Fit, objective, columns: Columns) -> Fit:
-    """Says what is wrong with a fit: no minimum reached, a term that vanished, parameters left undetermined."""
+    """Record what is wrong with a fit: no minimum reached, a term that vanished, or undetermined parameters."""
     law, free = result.law, result.free
 
     def single(x):
         return objective(x[None], None)[0]
 
     gradient, curved = jacobian(single, free), hessian(single, free)
-    shares = law.term_logs(free[None], columns)[0].softmax(-1).amax(0)  # of each term, where it matters most
+    shares = law.term_logs(free[None], columns)[0].softmax(-1).amax(0)  # of each term, at the run where it is largest
     alive = torch.cat([(share > NEGLIGIBLE).expand(len(term.names)) for share, term in zip(shares, law.terms)])
     curvatures, directions = torch.linalg.eigh(curved[alive][:, alive])
     along = directions.T @ gradient[alive]
@@ -257,7 +257,7 @@ def judged(result: Fit, objective, columns: Columns) -> Fit:
 
 
 def draw_runs(groups: torch.Tensor, resamples: int, seed: int) -> torch.Tensor:
-    """[R, n]: how often each row comes when whole runs are drawn anew; `groups` [n] numbers the run of each row."""
+    """Resample whole runs and return how often each row is drawn, [R, n]. `groups` [n] numbers the run of each row."""
     generator = torch.Generator().manual_seed(seed)
     num_groups = int(groups.max()) + 1
     drawn = torch.randint(num_groups, (resamples, num_groups), generator=generator)
@@ -266,7 +266,7 @@ def draw_runs(groups: torch.Tensor, resamples: int, seed: int) -> torch.Tensor:
 
 
 def draw_residuals(predicted: torch.Tensor, loss: torch.Tensor, num_parameters: int, resamples: int, seed: int):
-    """[R, n]: losses around the fitted ones, by residuals drawn anew, widened by the parameters that were spent."""
+    """Return losses [R, n]: the fitted ones with resampled residuals, widened by the degrees of freedom of the fit."""
     generator = torch.Generator().manual_seed(seed)
     residuals = (loss / predicted).log()
     residuals = (residuals - residuals.mean()) * math.sqrt(len(loss) / (len(loss) - num_parameters))
@@ -275,7 +275,7 @@ def draw_residuals(predicted: torch.Tensor, loss: torch.Tensor, num_parameters: 
 
 
 def bootstrap(result: Fit, columns: Columns, loss, resamples: int, weights=None, criterion: str = "huber") -> Fit:
-    """Fills `refits`, one for every resample; weights, losses or columns, whichever are [R, n], tell them apart."""
+    """Fill `refits`, one per resample. Weights, losses or columns are [R, n] and distinguish the resamples."""
     if not (result.at_minimum and resamples):
         return result
     objective = misfit_of(result.law, columns, loss.log(), weights, criterion)

@@ -1,8 +1,8 @@
 """Laws of the loss as sums of terms (Parcae, equation 4 and appendices K and L).
 
-A term knows its own logarithm as a function of free parameters, so that the logarithm of a law is the log-sum-exp of
-its terms. The free parameters are logarithms of positive numbers, and scales are taken at the centre of the runs: with
-both, restarts from anywhere meet a well-shaped valley.
+A term computes its logarithm from free parameters, so that the logarithm of a law is the log-sum-exp of its terms. The
+free parameters are logarithms of positive numbers (except gamma), and scales are taken at the centre of the runs. Both
+make the problem well conditioned, so that random restarts converge.
 """
 
 import math
@@ -20,7 +20,7 @@ def uniform(generator, count: int, low: float, high: float) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Constant:
-    """E: what no run gets below."""
+    """E: the loss that no run falls below."""
 
     name: str
     columns = ()
@@ -77,7 +77,7 @@ class Power:
 
 @dataclass(frozen=True)
 class Decay:
-    """Z * exp(-z * T * mu ** -gamma), with gamma learned, or fixed where a number is given."""
+    """Z * exp(-z * T * mu ** -gamma). gamma: a fixed number, or None if it is learned."""
 
     scale: str = "Z"
     rate: str = "z"
@@ -120,7 +120,7 @@ class Decay:
 
 @dataclass(frozen=True)
 class Given:
-    """A floor that another fit or a measurement gives, run by run."""
+    """A floor for each row, known from another fit or a measurement."""
 
     column: str = "floor"
     names = ()
@@ -159,7 +159,7 @@ class Law:
         return replace(self, terms=tuple(term.centred(columns) for term in self.terms))
 
     def parts(self, free) -> tuple:
-        """The free parameters [..., p], term by term."""
+        """Split the free parameters [..., p] by term."""
         return free.split([len(term.names) for term in self.terms], dim=-1)
 
     def term_logs(self, free, columns: Columns) -> torch.Tensor:  # [R, p] -> [R, n, terms]

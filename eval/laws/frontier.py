@@ -1,7 +1,7 @@
-"""Where training compute is spent best: depths and tokens of least loss at each FLOP budget (Parcae, figures 4, 6).
+"""The best use of training compute: depths and tokens of least loss at each FLOP budget (Parcae, figures 4 and 6).
 
-Looping at a given size fixes effective parameters N(mu) and operations per token F(mu), both read off the runs and
-interpolated between their mean depths; what a law says of N and D then is a loss over mu and C.
+For a model of one size, mean depth mu determines effective parameters N(mu) and operations per token F(mu). Both are
+read off the runs and interpolated between their mean depths. A law of N and D then gives a loss over mu and C.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from .run_table import RunTable
 
 @dataclass(frozen=True)
 class DepthCosts:
-    """The frontier of one model, at the mean depths of its runs in ascending order."""
+    """N(mu) and F(mu) of one model, at the mean depths of its runs in ascending order."""
 
     depths: np.ndarray
     parameters: np.ndarray  # N(mu)
@@ -46,10 +46,10 @@ def predicted(fitted: Fit, parameters: np.ndarray, tokens: np.ndarray) -> np.nda
 
 
 def frontier(fitted: Fit, table: RunTable, budgets: int = 25, depths: int = 1000) -> list[dict]:
-    """For budgets over the range of the runs' FLOPs, the mean depth at which the law's loss is least.
+    """Return the mean depth of least loss under the law, for budgets over the range of the runs' FLOPs.
 
-    The same line is the least FLOPs for each loss. at_edge: the least lies at the shallowest or deepest of the runs,
-    so that only depths beyond would tell.
+    The same line shows the least FLOPs for each loss. at_edge: the minimum is at the shallowest or deepest run, so the
+    true one may lie beyond the depths of the runs.
     """
     costs = depth_costs(table)
     grid = np.geomspace(costs.depths[0], costs.depths[-1], depths)
@@ -71,7 +71,7 @@ def frontier(fitted: Fit, table: RunTable, budgets: int = 25, depths: int = 1000
 
 
 def measured_frontier(budgets: dict[float, RunTable]) -> list[dict]:
-    """The looped run of least loss at each budget, and what it gains over runs of fixed depth where there are any."""
+    """Return the looped run of least loss at each budget, with its gain over runs of fixed depth if there are any."""
     line = []
     for flops, group in budgets.items():
         looped, fixed = group.where(lambda row: not is_fixed_depth(row)), group.where(is_fixed_depth)
@@ -87,5 +87,5 @@ def measured_frontier(budgets: dict[float, RunTable]) -> list[dict]:
 
 
 def is_fixed_depth(row: dict) -> bool:
-    """The baseline: one loop, always."""
+    """Return whether a run is the baseline, which always runs one loop."""
     return row.get("mean_depth") == 1

@@ -1,4 +1,4 @@
-"""What a fit found, as a page: a sentence, charts, coefficients beside those of the paper."""
+"""The page of a fit: a sentence, charts, and coefficients beside those of the paper."""
 
 from pathlib import Path
 
@@ -120,7 +120,7 @@ def sections(law: str, result: dict, charts: list) -> list[Section]:
 
 
 def write_page(law: str, result: dict, table: RunTable, fitted: Fit | None, path: Path):
-    """The path with .html and, of its charts alone, .svg."""
+    """Write the page to `path`.html, and its charts alone to `path`.svg."""
     charts = charts_of(law, result, table, fitted)
     save_charts(charts, f"{path}.svg")
     title = f"Scaling laws: {path.name.replace('_', ' ')}"

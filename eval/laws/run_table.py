@@ -1,18 +1,18 @@
 """The table of runs that the scaling laws read: one row per run and test depth, as CSV or JSON lines.
 
-| column | what |
+| column | meaning |
 |---|---|
-| run | its name |
+| run | name of the run |
 | mean_depth | mean loops in training, mu |
-| tokens | D |
+| tokens | training tokens, D |
 | loss | validation cross-entropy at test_depth |
-| test_depth | loops of the evaluation, T; without this column every loss is the one at the training depth |
-| flops | C of the whole training (Parcae, appendix D): tables of value embeddings are lookups and do not count |
-| flops_with_value_tables | the same with 6 a token for each of their parameters |
-| effective_parameters | N(mu): without the embedding, the core counted mu times, each value table once |
-| effective_parameters_without_value_tables | the same without these |
+| test_depth | loops of the evaluation, T; without this column every loss is taken at the training depth |
+| flops | C of the whole training (Parcae, appendix D); value embedding tables are lookups and do not count |
+| flops_with_value_tables | the same, plus 6 per token for each parameter of the value embedding tables |
+| effective_parameters | N(mu): without the embedding; the core counts mu times, each value embedding table once |
+| effective_parameters_without_value_tables | the same without the value embedding tables |
 
-Other columns are kept and may be asked for by name. `collect` makes the table from folders of looped pretrain.
+Other columns are kept and can be selected by name. `collect` makes the table from folders of looped pretrain.
 """
 
 import csv
@@ -52,17 +52,17 @@ class RunTable:
         return RunTable([row for row in self.rows if keep(row)], self.source)
 
     def by(self, name: str) -> dict:
-        """A table for each value of a column, in ascending order."""
+        """Split into one table per value of a column, in ascending order of the values."""
         values = sorted({row[name] for row in self.rows}, key=lambda value: (isinstance(value, str), value))
         return {value: self.where(lambda row, value=value: row[name] == value) for value in values}
 
     def numbered(self, name: str) -> torch.Tensor:
-        """[n]: which distinct value of a column each row has, in ascending order."""
+        """Return for each row the rank of its value among the column's distinct values in ascending order, [n]."""
         order = {value: i for i, value in enumerate(self.by(name))}
         return torch.tensor([order[row[name]] for row in self.rows])
 
     def need(self, *names: str) -> "RunTable":
-        """Raises for columns or numbers that are missing or out of range."""
+        """Raise FitError if columns or numbers are missing or out of range; else return this table."""
         present = {key for row in self.rows for key in row}
         missing = [name for name in names if name not in present]
         if missing:
@@ -77,7 +77,7 @@ class RunTable:
         return self
 
     def at_training_depth(self) -> "RunTable":
-        """The rows at T = mu, one for every run; all rows where the table has no test depths."""
+        """Return the rows at T = mu, one for every run; all rows if the table has no test depths."""
         if not any("test_depth" in row for row in self.rows):
             return self
         self.need("test_depth", "mean_depth")
@@ -148,7 +148,7 @@ def write_table(rows: list[dict], path: str | Path):
 
 
 def why_left_out(folder: str | Path) -> str | None:
-    """Why this folder of a sweep is left out: its run diverged, or it holds none. None if `collect` is to read it."""
+    """Return why a folder of a sweep is left out (its run diverged, or it holds none); None if `collect` reads it."""
     from looped_recipes.engine.sweeps import DIVERGED
     from looped_recipes.settings.sweep_files import JOBS
 
@@ -161,7 +161,7 @@ def why_left_out(folder: str | Path) -> str | None:
 
 
 def collect(folder: str | Path) -> list[dict]:
-    """The rows of one finished run of looped pretrain: its last validation, at every depth."""
+    """Return the rows of one finished run of looped pretrain: its last validation, one row per depth."""
     from looped_recipes.common.flops import effective_parameters, sizes
     from looped_recipes.common.metrics import last_validation, read_metrics
     from looped_recipes.settings.operations import Operations

@@ -29,7 +29,7 @@ MEASURES = {"norm": "norm of H_K", "perplexity": "perplexity", "trained": "perpl
 
 
 def windows(run: RunFolder) -> PackedRows:
-    """Rows of the validation split, one token longer than the model reads, so that each has a target."""
+    """Return rows of the validation split, one token longer than the model reads, so that every token has a target."""
     data = run_data(run.folder)
     rows, stride = prepared_data(run.folder, data).validation, data.stride or data.sequence_length
     return PackedRows(
@@ -48,8 +48,9 @@ def windows(run: RunFolder) -> PackedRows:
 def sums_of(
     model, ids: torch.Tensor, targets: torch.Tensor, positions: torch.Tensor | None = None
 ) -> dict[str, torch.Tensor]:
-    """Over all tokens: cross-entropy and norm after every loop, [loops] each; with a gate, the cross-entropies
-    weighted by the exit distribution, and the cross-entropy of logits so weighted."""
+    """Return sums over all tokens of the cross-entropy and the norm after every loop, [loops] each. With an exit gate,
+    also the sums of the cross-entropies weighted by the exit distribution, and of the cross-entropy of logits with
+    these weights."""
     depth = model.trained_depth
     kept = {"output_loop_hidden_states": True, "output_loop_readout_states": True}
     outputs = model.model(ids, position_ids=positions, num_loops=depth, use_cache=False, **kept)
@@ -74,13 +75,13 @@ def sums_of(
 
 
 def measure(model, rows: PackedRows, batch_size: int) -> dict:
-    """What the table needs of one run, and the same of every loop."""
+    """Measure the numbers of the table for one run, and the same numbers after every loop."""
     device, sums, labelled, tokens = model.lm_head.weight.device, Counter(), 0, 0
     for start in progress(range(0, len(rows), batch_size), "windows"):
         batch = rows.batch(range(start, min(start + batch_size, len(rows))))
         batch = {name: tensor.to(device) for name, tensor in batch.items()}
         ids, targets = batch["input_ids"][:, :-1], batch["labels"][:, 1:]
-        positions = batch["position_ids"][:, :-1] if rows.document_masking else None  # of documents apart
+        positions = batch["position_ids"][:, :-1] if rows.document_masking else None  # restart with every document
         for name, found in sums_of(model, ids, targets, positions).items():
             sums[name] = sums[name] + found
         labelled += (targets != IGNORE_INDEX).sum().item()
@@ -105,13 +106,13 @@ def measure(model, rows: PackedRows, batch_size: int) -> dict:
 
 
 def system_of(run: RunFolder) -> str:
-    """The name of its folder without the seed; seeds of one system may lie in folders of the same name."""
+    """Return the name of the run's folder without its seed. Seeds of one system may be in folders of the same name."""
     name = run.folder.resolve().name
     return re.sub(r"_?seed=\d+", "", name).strip("_") or name
 
 
 def systems_of(runs: list[RunFolder]) -> dict[str, list[RunFolder]]:
-    """Runs by name without seed; refused if they differ in more than that."""
+    """Group runs by their name without the seed; refuse groups whose runs differ in more than the seed."""
     systems: dict[str, list[RunFolder]] = {}
     for run in runs:
         systems.setdefault(system_of(run), []).append(run)
@@ -132,13 +133,14 @@ def systems_of(runs: list[RunFolder]) -> dict[str, list[RunFolder]]:
 
 
 def settings_of(run: RunFolder) -> dict:
-    """What was trained, without what may differ between seeds."""
+    """Return the settings of a run, without those that may differ between seeds."""
     free = ("training.seed", "training.output_dir", "training.stop_after", "data.cache_dir", "evaluation.", "logging.")
     return {key: value for key, value in flat(run.recipe).items() if not key.startswith(free)}
 
 
 def of_system(members: list[RunFolder], measured: dict[str, dict]) -> dict:
-    """Means over seeds; one whose measures are no finite numbers has diverged, whatever its training logged."""
+    """Return means over seeds. A seed with measures that are not finite counts as diverged, whatever its training
+    logged."""
     found = [measured[run.name] for run in members if run.name in measured]
     sound = [values for values in found if all(math.isfinite(values[key]) for key in MEASURES)]
     diverged = sum(run.status.startswith("diverged") for run in members) + len(found) - len(sound)
@@ -170,7 +172,7 @@ def cell(value: dict | None) -> str:
 
 
 def least_perplexity(systems: dict[str, dict]) -> str:
-    """Which system is best, and by how much beside what differs between seeds."""
+    """Say which two systems have the least perplexities, each with its deviation over seeds."""
     found = sorted((s["perplexity"]["mean"], name) for name, s in systems.items() if "perplexity" in s)
     if not found:
         return "No system has a perplexity: every run diverged."

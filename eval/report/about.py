@@ -1,4 +1,4 @@
-"""What a run is: the facts that a model card says, settings that differ, and what all sections of the page share."""
+"""Facts about a run, as for a model card, the settings in which runs differ, and helpers that all sections share."""
 
 import math
 
@@ -23,13 +23,13 @@ def number(value, digits: int = 4) -> str:
 
 
 def facts(run: RunFolder) -> dict[str, str]:
-    """What a model card says of a run."""
+    """Return the facts about a run that a model card states."""
     tokens = run.tokens_per_step and run.steps * run.tokens_per_step
     optimizer, schedule = run.setting("optimizer.name"), run.setting("schedule.name")
     trained = run.trained_loops
     sampler, mean_depth = run.setting("depth.sampler", "fixed"), run.setting("depth.mean") or trained or "–"
     if sampler == "poisson_lognormal" and mean_depth != "–":
-        mean_depth += 1  # which the papers' mean does not count
+        mean_depth += 1  # this sampler draws one loop more than the mean that papers and recipes state
     most = run.setting("depth.maximum")
     losses, bits = run.last_by_number(LOSS_AT), run.last_by_number(BITS_AT)
     read = depth_of_loss(losses, trained or 0) if losses else trained
@@ -78,7 +78,7 @@ def about(runs: list[RunFolder]) -> Section:
 
 
 def differences(runs: list[RunFolder]) -> Section | None:
-    """Settings that are not the same in all runs."""
+    """Return a table of the settings in which the runs differ."""
     if len(runs) < 2:
         return None
     settings = [
@@ -104,6 +104,6 @@ def missing(words: str, command: str) -> Missing:
 
 
 def depth_table(found: curves.Curves) -> Table:
-    """Rows: measure and run; columns: depths."""
+    """Return a table with a row for each measure and run, and a column for each depth."""
     depths, rows = curves.rows_over_depth(found)
     return Table(["measure", "run", *(counted(k, "loop") for k in depths)], rows)

@@ -35,13 +35,13 @@ def title_of(runs: list[RunFolder]) -> str:
 
 
 def place_of(folders, runs: list[RunFolder]) -> Path:
-    """In the folder that was named first, or that of the run whose model was named."""
+    """Return the path of the page: in the first named folder, or in the run's folder if its model was named."""
     first = Path(folders[0])
     return (first if runs[0].folder.is_relative_to(first) else runs[0].folder) / "report.html"
 
 
 def main(arguments: list[str]) -> Path:
-    """Where the page lies."""
+    """Write the page and return its path."""
     args = parse(arguments)
     runs = open_runs(args.runs)
     sections = sections_of(runs, args.layer, args.clipped)
@@ -60,7 +60,7 @@ def main(arguments: list[str]) -> Path:
 
 
 def next_commands(run: RunFolder) -> list[str]:
-    """What the page of this run lacks, or else what its model is for."""
+    """Return commands for the parts that the page of this run lacks, or else the command that tries its model."""
     commands = {"diagnose": "looped diagnose all", "halting.json": "looped halting"}
     lacking = [command for name, command in commands.items() if not run.results(name).exists()]
     return [typed(command, run.folder) for command in lacking or ["looped chat"]]

@@ -1,4 +1,4 @@
-"""What other commands left in the folder of a run: lm-eval's results, early exit, diagnostics."""
+"""Results that other commands wrote into the folder of a run: lm-eval, early exit, diagnostics."""
 
 import json
 import re
@@ -16,15 +16,15 @@ from looped_recipes.common.words import counted
 from .about import depth_table, missing, number
 
 
-TOLD_APART = {  # arguments of a model that its results say by other fields, or that change no result
+TOLD_APART = {  # model arguments that are read from other fields of the results, or that change no result
     "pretrained", "num_loops", "exit_criterion", "exit_threshold", "min_loops", "dtype", "device", "batch_size",
     "max_batch_size", "logits_cache", "answers", "trust_remote_code", "parallelize",
 }  # fmt: skip
 
 
 def results_of(run: RunFolder) -> tuple[curves.Curves, dict[str, float], list[str]]:
-    """lm-eval's metrics over depth, {task and metric: {setting: {depth: (value, standard error)}}}, what guessing
-    scores, and files that were not understood. setting: in words, what sets it apart from others of that metric."""
+    """Return lm-eval's metrics over depth, {task and metric: {setting: {depth: (value, standard error)}}}, the scores
+    of guessing, and notes on unreadable files. setting: how it differs from other settings of the metric, in words."""
     found: dict[str, dict[tuple, dict[int, curves.Point]]] = {}
     chance, unread = {}, []
     for path in sorted(run.own_files("results*.json"), key=lambda path: (path.stat().st_mtime, str(path))):
@@ -45,7 +45,7 @@ def results_of(run: RunFolder) -> tuple[curves.Curves, dict[str, float], list[st
 
 
 def depth_of_results(path: Path, content: dict) -> int | None:
-    """The depth of a result set: what was measured, else what its folder inside the run says (loops_4)."""
+    """Return the depth of a result set: the one recorded in it, else that of its folder inside the run (loops_4)."""
     config = content.get("config") or {}
     if isinstance(config.get("num_loops"), int):
         return config["num_loops"]
@@ -58,7 +58,7 @@ def depth_of_results(path: Path, content: dict) -> int | None:
 
 
 def arguments_of(config: dict) -> dict[str, str]:
-    """--model_args, which lm-eval keeps as it was given them."""
+    """Return --model_args as a dict of strings. lm-eval records them in the form in which it got them."""
     given = config.get("model_args") or {}
     if isinstance(given, str):
         given = dict(argument.split("=", 1) for argument in given.split(",") if "=" in argument)
@@ -66,7 +66,8 @@ def arguments_of(config: dict) -> dict[str, str]:
 
 
 def setting_of(task: str, content: dict) -> tuple[str, ...]:
-    """What a result depends on beside the model and its depth. Results of unequal settings make no curve."""
+    """Return the settings on which a result depends besides the model and its depth. Only results with equal settings
+    form a curve."""
     config = content.get("config") or {}
     arguments = arguments_of(config)
     num_questions = ((content.get("n-samples") or {}).get(task) or {}).get("effective")
@@ -88,7 +89,7 @@ def setting_of(task: str, content: dict) -> tuple[str, ...]:
 
 
 def in_words(of_settings: dict[tuple[str, ...], dict]) -> dict[str, dict]:
-    """By the parts of the settings that are not the same in all: one setting needs no words."""
+    """Name each setting by the parts in which the settings differ; a single setting has an empty name."""
     differs = [len({*parts}) > 1 for parts in zip(*of_settings)]
     return {
         ", ".join(part for part, told in zip(setting, differs) if told and part): points
@@ -117,7 +118,7 @@ def accuracy(runs: list[RunFolder]) -> Section:
 
 
 def above_chance(found: curves.Curves, chance: dict[str, float]) -> list[str]:
-    """For each run: how many of the accuracies are two standard errors above guessing at their best depth."""
+    """Say for each run how many accuracies are two standard errors above guessing at their best depth."""
     sentences = []
     for run in dict.fromkeys(name for series in found.values() for name in series):
         known = [
@@ -138,7 +139,7 @@ def harness(run: RunFolder) -> str:
 
 
 def halting(runs: list[RunFolder]) -> Section:
-    """Early exit: what looped halting measured, and perplexity against mean loops."""
+    """Return the section on early exit: results of looped halting, and perplexity over mean loops."""
     blocks = []
     for run in runs:
         path = run.results("halting.json")
@@ -152,13 +153,14 @@ def halting(runs: list[RunFolder]) -> Section:
             parts = halting_page.sections(content)
             blocks += [*map(Finding, halting_page.findings(content)), *parts[0].blocks]
             blocks += [block for part in parts[1:] for block in (Heading(part.title), *part.blocks)]
-        except (ValueError, KeyError, TypeError):  # of another version, or not whole
+        except (ValueError, KeyError, TypeError):  # written by another version, or incomplete
             blocks += left_behind(path)
     return Section("Early exit", blocks)
 
 
 def diagnostics(runs: list[RunFolder]) -> list[Section]:
-    """Numbers of several runs, what was found of the models themselves, and of fresh models of their configs."""
+    """Return sections with numbers of several runs side by side, results on the trained models, and results on fresh
+    models of their configs."""
     own, fresh, results = [], [], {}
     for run in runs:
         order = list(READINGS)
@@ -176,7 +178,7 @@ def diagnostics(runs: list[RunFolder]) -> list[Section]:
                     (READINGS[part], diagnose_page.measured(part, result))
                     for part in diagnose_page.parts(path.stem, result)
                 ]
-            except (ValueError, KeyError, TypeError, AttributeError):  # of another version, or not whole
+            except (ValueError, KeyError, TypeError, AttributeError):  # written by another version, or incomplete
                 own += [Heading(path.stem.replace("_", " ") + suffix), *left_behind(path)]
                 continue
             results.setdefault(path.stem, {})[run.name] = result
@@ -190,7 +192,7 @@ def diagnostics(runs: list[RunFolder]) -> list[Section]:
 
 
 def side_by_side(results: dict[str, dict[str, dict]]) -> list:
-    """The numbers of every measure that several runs have. results: {measure: {run: result}}."""
+    """Tabulate the measures that several runs have. results: {measure: {run: result}}."""
     blocks = []
     for name, of_runs in results.items():
         if len(of_runs) > 1 and (table := diagnose_page.side_by_side(of_runs)).rows:
@@ -200,7 +202,7 @@ def side_by_side(results: dict[str, dict[str, dict]]) -> list:
 
 
 def left_behind(path: Path) -> list:
-    """The rows and single numbers of a JSON that a measuring command wrote."""
+    """Return tables of the rows and single numbers in a JSON that a measuring command wrote."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:

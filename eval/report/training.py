@@ -1,4 +1,4 @@
-"""What training logged: losses, the last validation over depth, norms of states and gradients."""
+"""Curves from the training logs: losses, the last validation over depth, norms of states and gradients."""
 
 import math
 import re
@@ -15,12 +15,12 @@ from .about import depth_table, missing, number, pretrain
 
 
 def series_of(runs: list[RunFolder], metric: str, dashed: bool = False, suffix: str = "") -> list[Line]:
-    """A line for each run that logged it."""
+    """Return a line of the metric for each run; empty where a run did not log it."""
     return [Line(run.name + suffix, list(zip(*run.series(metric))), named(i), dashed) for i, run in enumerate(runs)]
 
 
 def said(words: str, run: RunFolder, runs: list[RunFolder]) -> Finding:
-    """A sentence about one of the runs."""
+    """Return a sentence about one run, with its name if there are several runs."""
     return Finding(f"{run.name}: {words}" if len(runs) > 1 else words[0].upper() + words[1:])
 
 
@@ -53,7 +53,7 @@ def finite_by_number(run: RunFolder, prefix: str) -> dict[int, float]:
 
 
 def headlines(runs: list[RunFolder]) -> list[str]:
-    """The best run, and the best depth of each."""
+    """Return sentences on the best run and on the best depth of each run."""
     return [*best_run(runs), *best_depths(runs)]
 
 
@@ -68,7 +68,7 @@ def best_depths(runs: list[RunFolder]) -> list[str]:
 
 
 def best_run(runs: list[RunFolder]) -> list[str]:
-    """Which run has the fewest bits per byte at its own depth, and where the difference may be chance."""
+    """Say which run has the fewest bits per byte at its trained depth, and whether the difference may be chance."""
     known = [
         (bits, run) for run in runs if (bits := finite_by_number(run, BITS_AT).get(run.trained_loops)) is not None
     ]
@@ -83,7 +83,7 @@ def best_run(runs: list[RunFolder]) -> list[str]:
 
 
 def over_depth(runs: list[RunFolder]) -> Section:
-    """The last validation: cross-entropy and bits per byte at every depth."""
+    """Return the section on the last validation: cross-entropy and bits per byte at every depth."""
     found: curves.Curves = {}
     for measure in ("cross-entropy", "bits per byte"):
         for run in runs:
@@ -147,9 +147,10 @@ def norms(runs: list[RunFolder]) -> Section:
 
 
 def gradients(runs: list[RunFolder], layer: int | None = None, clipped: bool = False) -> Section | None:
-    """State after the first and the last loop, and gradients of head, first MLP and one layer's MLP and attention.
+    """Draw the norm of the state after the first and the last loop, and the gradient norms of the head, the first MLP,
+    and one layer's MLP and attention.
 
-    layer: counted from 1; None is the middle one. clipped: what clipping left of the gradients.
+    layer: counted from 1; None is the middle one. clipped: draw the gradients after clipping.
     """
     last = []
     for i, run in enumerate(runs):
@@ -179,7 +180,7 @@ def gradients(runs: list[RunFolder], layer: int | None = None, clipped: bool = F
 
 
 def gradient_blocks(run: RunFolder, layer: int | None) -> list[str]:
-    """Head, first MLP, MLP and attention of `layer`."""
+    """Return the names of the head, the first MLP, and the MLP and attention of `layer`."""
     pattern = re.compile(r"gradient_norm/core\.(\d+)\.mlp$")
     count = 1 + max(
         (int(match[1]) for record in run.records for key in record if (match := pattern.match(key))), default=0
@@ -191,7 +192,8 @@ def gradient_blocks(run: RunFolder, layer: int | None) -> list[str]:
 
 
 def clip_shares(run: RunFolder, steps: list[int]) -> dict[int, float]:
-    """What clipping by the norm of all gradients left of them; steps whose norm was no number are left out."""
+    """Return the factor by which clipping to the global norm scaled the gradients of each step. Steps without a finite
+    norm are left out."""
     limit, totals = run.setting("optimizer.clip"), dict(zip(*run.series("gradient_norm")))
     if limit is None:
         return dict.fromkeys(steps, 1.0)

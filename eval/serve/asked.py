@@ -1,5 +1,5 @@
-"""The request that is answered in this context: what it asks for beyond the fields that transformers reads, and what
-is known of its answer."""
+"""The request that the current context answers: its fields that transformers does not read, and data about its
+answer."""
 
 import json
 from contextvars import ContextVar
@@ -14,33 +14,33 @@ from .stop_texts import StopTexts
 
 
 def has_length(config: str | None) -> bool:
-    """Whether the JSON of a generation config, which has been checked, says how long the answer is."""
+    """Return whether a generation config (JSON, checked before) sets the length of the answer."""
     fields = {} if config is None else json.loads(config)
     return any(fields.get(name) is not None for name in LENGTHS_OF_CONFIG)
 
 
 @dataclass
 class Asked:
-    fields: dict[str, Any]  # of depth
+    fields: dict[str, Any]  # depth fields
     seed: int | None
-    has_length: bool  # says how many tokens it wants
-    has_config: bool  # a generation config of its own
-    prompt: str | list[int] | None = None  # of completions
-    echoes: bool = False  # the prompt comes before the answer
-    is_prompt_alone: bool = False  # and there is no answer
-    likeliest: int | None = None  # tokens beside the log-probability of each; None: no log-probabilities
-    is_checked: bool = False  # what fails now is no fault of the request
+    has_length: bool  # the request sets the length of the answer
+    has_config: bool  # the request has a generation_config
+    prompt: str | list[int] | None = None  # only in completions
+    echoes: bool = False  # the prompt is returned before the answer
+    is_prompt_alone: bool = False  # only the prompt is returned
+    likeliest: int | None = None  # number of likeliest tokens to return at each position; None: no log-probabilities
+    is_checked: bool = False  # later errors are not caused by the request
     full_depth: int = 0
     options: DepthOptions = DepthOptions()
-    loops: list[int] = field(default_factory=list)  # that its tokens have taken
+    loops: list[int] = field(default_factory=list)  # of each token of the answer
     likelihoods: list[Likelihood] = field(default_factory=list)
-    end_tokens: tuple[int, ...] = ()  # any of which ends the text
-    has_ended: bool = False  # with one of them
+    end_tokens: tuple[int, ...] = ()  # each of them ends the text
+    has_ended: bool = False  # with one of end_tokens
     stops: StopTexts = field(default_factory=lambda: StopTexts(None))
 
     @classmethod
     def taken_from(cls, body: dict) -> "Asked":
-        """And out of the body."""
+        """Move the fields that transformers does not read from the body to a new object."""
         config, prompt = body.get("generation_config"), body.get("prompt")
         fields = {name: body.pop(name) for name in DEPTH_FIELDS if name in body}
         asked = cls(
@@ -55,20 +55,20 @@ class Asked:
         if asked.echoes and body.get("max_tokens") == 0:
             asked.is_prompt_alone, body["max_tokens"] = True, 1
         if isinstance(prompt, list):
-            body["prompt"] = ""  # its tokens are put in place of those of this text
+            body["prompt"] = ""  # `put_tokens` replaces the tokens of this text
         return asked
 
     def note_end(self, tokens: list[int]):
         self.has_ended = bool(tokens) and tokens[-1] in self.end_tokens
 
     def finish(self, choice: dict, is_last: bool):
-        """A choice of OpenAI's form, as it is told."""
+        """Cut stop texts from a choice in OpenAI's format and correct its finish_reason."""
         self.stops.shorten(choice, is_last)
-        if self.has_ended and choice.get("finish_reason") == "length":  # it ended with the last token that it had
+        if self.has_ended and choice.get("finish_reason") == "length":  # its last allowed token ends the text
             choice["finish_reason"] = "stop"
 
     def likelihoods_of(self, answer: str) -> list[Likelihood]:
-        """Without tokens of a text at which it stops."""
+        """Return the log-probabilities without those of tokens that were cut off with a stop text."""
         found = list(self.likelihoods)
         too_long = sum(len(each.text) for each in found[len(found) - len(self.loops) :]) - len(answer)
         while self.stops.is_met and too_long > 0:
@@ -86,7 +86,7 @@ class Asked:
 
 
 def likeliest_beside(body: dict) -> int | None:
-    """Completions say it by one number, conversations by two fields."""
+    """Remove and return the number of likeliest tokens: one number in completions, two fields in conversations."""
     logprobs, top = body.pop("logprobs", None), body.pop("top_logprobs", None)
     if logprobs is None or logprobs is False:
         return None

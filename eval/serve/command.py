@@ -25,12 +25,12 @@ from .options import parse
 from .shared_generation import SharedGenerateManager
 
 
-BYTES_PER_TOKEN = 32  # of a request's body: more are refused before they are read
+BYTES_PER_TOKEN = 32  # limit of a request's body; larger ones are refused before they are read
 LEAST_BYTES = 2**16
 
 
 def build_app(name: str, model, tokenizer, passes: SharedPasses, max_loops: int | None = None) -> FastAPI:
-    """max_loops: the deepest that a request may ask for; None is 4 times the model's own depth."""
+    """Build the server. max_loops: the largest num_loops of a request; None means 4 times that of the model."""
     app, started = FastAPI(title=name), int(time.time())
     app.add_middleware(
         LimitedSize, most_bytes=max(LEAST_BYTES, BYTES_PER_TOKEN * model.config.max_position_embeddings)
@@ -39,7 +39,7 @@ def build_app(name: str, model, tokenizer, passes: SharedPasses, max_loops: int 
     one, state = OneModel(name, model, tokenizer), SharedState(manager)
     chat, completions = Chat(one, state), Completions(one, state)
 
-    @app.exception_handler(StarletteHTTPException)  # of which that of FastAPI is one
+    @app.exception_handler(StarletteHTTPException)  # the base class of FastAPI's
     async def as_clients_read_it(_: Request, error: StarletteHTTPException):
         return error_response(400 if error.status_code == 422 else error.status_code, error.detail)
 
@@ -86,7 +86,7 @@ def build_app(name: str, model, tokenizer, passes: SharedPasses, max_loops: int 
 
 
 def check_free(host: str, port: int):
-    """Before the model is loaded, which may take long."""
+    """Refuse an address that is in use, before the model is loaded, which may take long."""
     try:
         socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
     except OSError as error:

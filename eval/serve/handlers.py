@@ -1,4 +1,4 @@
-"""Handlers of transformers that take fields of depth, and tell the loops of an answer."""
+"""Handlers of transformers, extended by depth fields in requests and the loops of tokens in answers."""
 
 import json
 from collections.abc import Callable
@@ -20,14 +20,14 @@ from .stop_texts import StopTexts
 
 
 class OneModel(ModelManager):
-    """The model that this server is for, under one name."""
+    """Returns the one model of this server for every request."""
 
     def __init__(self, name: str, model, tokenizer):
         self.force_model, self.model, self.tokenizer = name, model, tokenizer
 
     @staticmethod
     def process_model_name(model_id: str) -> str:
-        return model_id  # without a revision
+        return model_id  # no revision is appended
 
     def load_model_and_processor(self, *args, **kwargs):
         return self.model, self.tokenizer
@@ -43,9 +43,9 @@ class SharedState(GenerationState):
 
 
 class TakesDepth:
-    """Mixed into a handler of transformers: fields of depth in the request, and loops in the answer."""
+    """Mixin for a handler of transformers: reads depth fields of the request and adds loops to the answer."""
 
-    of_likelihoods: Callable[[list[Likelihood]], dict]  # the form in which they are told
+    of_likelihoods: Callable[[list[Likelihood]], dict]  # converts them to the format of the API
 
     async def handle_request(self, body: dict, request_id: str):
         try:
@@ -70,17 +70,17 @@ class TakesDepth:
         except Exception as error:
             if asked.is_checked:
                 raise
-            raise bad_request(error) from error  # of what prepares it, as templates
+            raise bad_request(error) from error  # from preparing the request, e.g. a chat template
 
     def _build_generation_config(self, body: dict, *args, **kwargs):
         config = super()._build_generation_config(body, *args, **kwargs)  # pyrefly: ignore[missing-attribute]
-        if body.get("temperature") is not None:  # without sampling it would change nothing
+        if body.get("temperature") is not None:  # it has an effect only with sampling
             config.do_sample = float(body["temperature"]) != 0
         elif body.get("top_p") not in (None, 1):
             config.do_sample = True
-        if (bias := body.get("logit_bias")) is not None:  # left out of completions otherwise, and refused as integers
+        if (bias := body.get("logit_bias")) is not None:  # transformers drops it in completions and refuses integers
             config.sequence_bias = {(int(token),): float(value) for token, value in bias.items()} or None
-        if config.top_k is None and config.do_sample:  # transformers would sample of the 50 likeliest
+        if config.top_k is None and config.do_sample:  # else transformers would sample from the 50 likeliest
             config.top_k = 0
         config._seed = current_request.get().seed
         config.stop_strings = config.stop_strings or None

@@ -1,4 +1,4 @@
-"""What the server does with requests before and beside the model: errors, sizes, clients that go away."""
+"""Handling of requests outside the model: error responses, size limits, clients that disconnect."""
 
 import asyncio
 import json
@@ -14,7 +14,7 @@ REQUEST_ID = "x-request-id"
 
 
 def error_of(status: int, message: str, kind: str = "invalid_request_error") -> str:
-    """An error in the form of OpenAI, in ASCII, also where half a character came."""
+    """Return an error in OpenAI's format, in ASCII, so that half of a character in the message cannot fail."""
     return json.dumps({"error": {"message": message, "type": kind, "code": status}})
 
 
@@ -23,7 +23,7 @@ def error_response(status: int, *said: str) -> Response:
 
 
 async def with_whole_errors(parts: AsyncGenerator[str, None]) -> AsyncIterator[str]:
-    """The parts of a stream of transformers, which tells an error as a text, where clients read an object."""
+    """Yield the parts of a stream of transformers; its errors, which are strings, become objects as clients expect."""
     async with aclosing(parts):
         async for part in parts:
             lines = part.split("\n\n")
@@ -35,9 +35,9 @@ async def with_whole_errors(parts: AsyncGenerator[str, None]) -> AsyncIterator[s
 
 
 class LimitedSize:
-    """Refuses a body that is too large before it is kept and cut into tokens, for which other requests would wait.
+    """Refuses a body that is too large before it is stored and tokenized, which would make other requests wait.
 
-    What comes of it is let go: a client that still sends would find a closed connection, and not the answer.
+    The body is read and discarded: a client that is still sending would see a closed connection, not the answer.
     """
 
     def __init__(self, app, most_bytes: int):
@@ -61,9 +61,9 @@ async def hangs_up(request: Request):
 
 
 async def answer(handler, request: Request, body: dict):
-    """Of a handler, unless the client goes away before it is made."""
+    """Return the answer of a handler; cancel it if the client disconnects first."""
     work = handler.handle_request(body, request.headers.get(REQUEST_ID) or str(uuid4()))
-    if body.get("stream"):  # looks after that itself
+    if body.get("stream"):  # a stream detects this itself
         return await work
     work, gone = asyncio.ensure_future(work), asyncio.ensure_future(hangs_up(request))
     await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)

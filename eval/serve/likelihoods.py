@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens, in the forms in which OpenAI's clients read them."""
+"""Log-probabilities of tokens, in the formats that OpenAI's clients read."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -8,19 +8,19 @@ import torch
 from tokenizers.decoders import DecodeStream
 
 
-LEAST = -9999.0  # what OpenAI tells of a token that cannot come: JSON has no infinity
+LEAST = -9999.0  # OpenAI's value for impossible tokens: JSON has no infinity
 
 
 class Likelihood(NamedTuple):
-    """Of one token, by the model itself: before temperature, biases and penalties."""
+    """Log-probability of one token by the model alone, before temperature, biases and penalties."""
 
-    text: str  # what it adds to the text
-    logprob: float | None  # None: the first token of a prompt, which nothing foretells
-    best: list[tuple[str, float]]  # the likeliest tokens in its place
+    text: str  # that the token adds
+    logprob: float | None  # None: the first token of a prompt, which is not predicted
+    best: list[tuple[str, float]]  # the likeliest tokens at its position
 
 
 def likelihoods(tokenizer, ids: list[int], logits: torch.Tensor, count: int) -> list[Likelihood]:
-    """Of the last tokens of a text, each foretold by its row of logits [tokens, vocabulary]; `count` beside it."""
+    """Return one per token of the end of `ids` that `logits` [tokens, vocabulary] predict. count: tokens in `best`."""
     told = ids[-len(logits) :]
     log_probabilities = logits.float().log_softmax(-1).clamp(min=LEAST)
     chosen = log_probabilities.gather(1, torch.tensor(told, device=logits.device)[:, None])[:, 0].tolist()
@@ -33,7 +33,7 @@ def likelihoods(tokenizer, ids: list[int], logits: torch.Tensor, count: int) -> 
 
 
 def pieces(tokenizer, ids: Sequence[int]) -> list[str]:
-    """What every token adds to the text: nothing as long as a character is not whole."""
+    """Return the text that each token adds: an empty text until a character is complete."""
     stream = DecodeStream([], skip_special_tokens=True)
     return [stream.step(tokenizer._tokenizer, token) or "" for token in ids]
 
@@ -49,7 +49,7 @@ def of_completion(found: list[Likelihood]) -> dict:
 
 
 def of_likeliest(one: Likelihood) -> dict[str, float] | None:
-    """By text, the larger number where tokens are written alike; the token itself is among them."""
+    """Return {text: log-probability}, including the token itself; of tokens with equal texts the larger one counts."""
     if one.logprob is None:
         return None
     return dict(sorted([*one.best, (one.text, one.logprob)], key=lambda pair: pair[1]))

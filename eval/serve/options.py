@@ -38,6 +38,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     for name in ("max_rows", "max_tokens", "num_loops", "max_loops", "grace"):
         if (value := getattr(args, name)) is not None and value < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, got {value}")
-    if not 0 <= args.port < 2**16:  # higher ones would be taken for others
+    if not 0 <= args.port < 2**16:  # higher ones would wrap around to other ports
         parser.error(f"--port {args.port} is no port: choose one below {2**16}")
     return args

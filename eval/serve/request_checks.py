@@ -1,4 +1,4 @@
-"""What the server refuses of a request, with the reason: fields that would have no effect, and forms that fail."""
+"""Checks of requests. Refuses, with the reason, fields that would have no effect and values that would fail."""
 
 import json
 from collections.abc import Collection, Iterable
@@ -12,7 +12,7 @@ from modeling_looped.depth_options import DEPTH_FIELDS
 from modeling_looped.foreign_names import GENERATION_FIELDS, refuse_foreign
 
 
-# of fields that transformers would convert: "false" to a stream, 2.7 tokens to 2
+# types of fields that transformers would convert without an error: "false" to a stream, 2.7 tokens to 2
 FORMS = {
     "stream": ((bool,), "true or false"),
     "max_tokens": ((int,), "a whole number"),
@@ -24,7 +24,7 @@ FORMS = {
     "echo": ((bool,), "true or false"),
 }
 SAY_LENGTH, LENGTHS_OF_CONFIG = ("max_tokens", "max_completion_tokens"), ("max_new_tokens", "max_length")
-# fields of OpenAI's that are not served, and the values with which they ask for nothing; None always does
+# OpenAI's fields that are not supported, with the values that have no effect; None never has one
 ASK_FOR_NOTHING = {
     "best_of": (1,),
     "suffix": ("",),
@@ -42,10 +42,10 @@ ASK_FOR_NOTHING = {
     "web_search_options": (),
     "verbosity": (),
 }
-MOST_ANSWERS = 128  # to one request
+MOST_ANSWERS = 128  # per request
 MOST_LIKELIEST = 20  # tokens beside each log-probability
-LEAST_TEMPERATURE = 1e-6  # logits over less are beyond floats
-# what the template is applied with, which is the server's affair; all else in chat_template_kwargs the template reads
+LEAST_TEMPERATURE = 1e-6  # logits divided by less would overflow
+# arguments of apply_chat_template, which the server sets; the template reads all others in chat_template_kwargs
 OF_TEMPLATES = {*signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - {"documents", "kwargs"}
 
 
@@ -91,7 +91,7 @@ def check_body(body: dict):
 
 
 def check_logprobs(body: dict):
-    """Completions say by one number how many tokens they want beside each, conversations by two fields."""
+    """Check the number of likeliest tokens: one number in completions, two fields in conversations."""
     logprobs, top = body.get("logprobs"), body.get("top_logprobs")
     if "messages" in body and body.get("echo"):
         raise ValueError("echo=True is of completions, which have one prompt: leave it out")
@@ -114,7 +114,7 @@ def is_count(value: Any) -> bool:
 
 
 def check_several(body: dict, answers: int):
-    """answers: to all prompts."""
+    """Refuse too many answers, and fields that a stream cannot return. answers: number over all prompts."""
     if answers > MOST_ANSWERS:
         raise ValueError(
             f"{answers} answers are more than {MOST_ANSWERS} to one request: send fewer prompts at a time"
@@ -130,7 +130,7 @@ def check_several(body: dict, answers: int):
 
 
 def check_characters(body: dict):
-    """JSON can write half of a character, of which no tokenizer makes tokens."""
+    """Refuse half of a character (a lone surrogate): JSON can hold it, but no tokenizer can encode it."""
     try:
         json.dumps(body, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
@@ -154,7 +154,7 @@ def check_config(text: str, body: dict):
 
 
 def check_names(names: Iterable[str], known: Collection[str]):
-    """Of fields of a request: what generate knows goes into generation_config."""
+    """Refuse unknown fields that belong into generation_config or have another name here."""
     if unknown := sorted(set(names) - set(known)):
         if of_generation := [name for name in unknown if name in GENERATION_FIELDS]:
             raise ValueError(
@@ -165,7 +165,7 @@ def check_names(names: Iterable[str], known: Collection[str]):
 
 
 def check_template_kwargs(given: Any):
-    """A template of the client's, or lengths to pad to, could take all time and memory of the server."""
+    """Refuse arguments that the server sets: a client's template or padding could take all its time and memory."""
     if given is None:
         return
     if not isinstance(given, dict):
@@ -175,8 +175,8 @@ def check_template_kwargs(given: Any):
 
 
 def check_stop(tokenizer, texts: str | list[str] | None):
-    """transformers writes every token after six letters to see what text it adds, which takes long for all tokens: of
-    most tokenizers the letters tell."""
+    """Refuse stop texts if the tokenizer does not give letters back. transformers checks this with every token after
+    six letters, which takes long; for most tokenizers the letters alone are enough."""
     letters = "abcdef"
     if not texts or letters in tokenizer.convert_tokens_to_string(tokenizer.tokenize(letters)):
         return
@@ -188,7 +188,7 @@ def check_stop(tokenizer, texts: str | list[str] | None):
 
 
 def check_answers(generation_config, streams: bool, tells_likelihoods: bool):
-    """An answer is one text, and a stream tells it as it comes."""
+    """Refuse several sequences in an answer, and beams with a stream or with log-probabilities."""
     if (count := generation_config.num_return_sequences or 1) > 1:
         raise ValueError(f"num_return_sequences={count}: say n={count} in the request")
     beams = generation_config.num_beams or 1
@@ -199,7 +199,7 @@ def check_answers(generation_config, streams: bool, tells_likelihoods: bool):
 
 
 def check_tools(tools: Any, template: Any):
-    """template: of conversations. Tools of another form are refused with the rest of the body."""
+    """Refuse tools that the chat template does not read. `check_body` refuses tools of a wrong form."""
     if tools and are_tools(tools) and isinstance(template, str) and "tools" not in template:
         raise ValueError("tools would have no effect: this model's chat template does not read them; leave them out")
 
@@ -233,7 +233,7 @@ def is_list_of_prompts(value: Any) -> bool:
 
 
 def is_list_of(kind: type, value: Any) -> bool:
-    """And not an empty one."""
+    """Return whether the value is a list of `kind` that is not empty."""
     return isinstance(value, list) and bool(value) and all(type(each) is kind for each in value)
 
 

@@ -1,4 +1,4 @@
-"""Requests that want several answers: each is a request of its own, and all share the passes of the model."""
+"""Requests for several answers: each answer is computed as a separate request, and all share the model's passes."""
 
 import asyncio
 import json
@@ -9,16 +9,16 @@ from fastapi.responses import JSONResponse, Response
 from .request_checks import is_prompt
 
 
-OF_LOOPS = ("token_loops", "saved_percent")  # what this server tells of loops
+OF_LOOPS = ("token_loops", "saved_percent")  # fields of an answer about its loops
 
 
 def prompts_of(body: dict) -> list[str | list[int]]:
-    """Of completions: a text or the numbers of its tokens, or a list of such."""
+    """Return the prompts of a completion request; `prompt` is a text, a list of token numbers, or a list of these."""
     return [body["prompt"]] if is_prompt(body["prompt"]) else body["prompt"]
 
 
 def one_by_one(body: dict) -> list[dict]:
-    """The same with one prompt and one answer each. A seed goes on from answer to answer, or they would be alike."""
+    """Split a request into one per prompt and answer. Answer i to a prompt has seed + i, or all would be equal."""
     body = dict(body)
     count, seed = body.pop("n", None) or 1, body.get("seed")
     prompts = [{"prompt": prompt} for prompt in prompts_of(body)] if "prompt" in body else [{}]
@@ -37,7 +37,7 @@ async def all_or_none(answer: Callable[[dict], Awaitable[Response]], bodies: lis
 
 
 def joined(responses: list[Response], answers_each: int) -> JSONResponse:
-    """One answer with all choices. What this server tells of loops stands in each of them."""
+    """Join answers into one with all choices. Each choice has the fields about its loops."""
     bodies = [json.loads(response.body) for response in responses]
     choices = [
         {**body["choices"][0], "index": i, **{name: body[name] for name in OF_LOOPS}} for i, body in enumerate(bodies)

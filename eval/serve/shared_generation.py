@@ -1,4 +1,4 @@
-"""Generations of requests share every pass of the model."""
+"""Generation for requests, which all share the passes of the model."""
 
 import asyncio
 import json
@@ -19,16 +19,16 @@ from .request_checks import check_answers
 from .stop_texts import StopsInAnswer
 
 
-MOST_THREADS = 64  # requests that are prepared at a time; others wait before
-NEW_TOKENS = 1024  # of an answer whose length is not asked for, as in the server of transformers
+MOST_THREADS = 64  # requests that are generated at a time; others wait
+NEW_TOKENS = 1024  # default length of an answer, as in the server of transformers
 
 
 class Cancelled(Exception):
-    """Nobody waits for this answer any more."""
+    """Raised to end a generation whose client has disconnected."""
 
 
 class UntilCancelled(BaseStreamer):
-    """Ends a generation whose client has gone away."""
+    """Ends a generation whose client has disconnected."""
 
     def __init__(self):
         self._cancelled = threading.Event()
@@ -45,14 +45,14 @@ class UntilCancelled(BaseStreamer):
 
 
 def check_client(streamer):
-    """That it has not gone away: else the streamer raises."""
-    cancelled = getattr(streamer, "_cancelled", None)  # that of transformers; beams have none
+    """Let the streamer raise an error if the client has disconnected."""
+    cancelled = getattr(streamer, "_cancelled", None)  # a field of transformers; beams have no streamer
     if cancelled is not None and cancelled.is_set():
         streamer.put(None)
 
 
 class WholeStream(BaseStreamer):
-    """A stream of transformers, which by itself never tells the end of an answer that is no whole character."""
+    """A stream of transformers that also sends an incomplete character at the end of an answer."""
 
     def __init__(self, streamer, asked: Asked):
         self.streamer, self.asked = streamer, asked
@@ -85,7 +85,7 @@ class WholeStream(BaseStreamer):
 
 
 class ModelOfRequest:
-    """The model, whose `generate` shares its passes with other requests and runs as deep as this one asks."""
+    """The model with a `generate` that shares passes with other requests and runs at the depth of this request."""
 
     def __init__(self, passes: SharedPasses):
         self.passes, self.asked = passes, current_request.get()
@@ -115,7 +115,7 @@ class ModelOfRequest:
         except (ValueError, TypeError, RuntimeError) as error:
             if streamer is None or streamer is self.until_cancelled:
                 raise
-            raise RuntimeError(json.dumps(str(error))[1:-1]) from error  # streams put it between quotes
+            raise RuntimeError(json.dumps(str(error))[1:-1]) from error  # streams put the text between quotes
         asked.loops[:] = result.token_loops[0].tolist()
         ids = result.sequences[0].tolist()
         asked.note_end(ids[length:])
@@ -123,14 +123,14 @@ class ModelOfRequest:
         return result.sequences
 
     def logits_of_prompt(self, prompt: torch.Tensor) -> list[torch.Tensor]:
-        """Of all its tokens but the first: as deep as its answer runs, and by its exits."""
+        """Return the logits that predict all prompt tokens but the first, with the depth and exits of the answer."""
         model, options = self.passes.model, self.asked.options
         depth = {"num_loops": options.num_loops, "exit_rule": options.exit_rule(model.config)}
         with self.passes.beside(*prompt.shape), torch.no_grad():
             return [model(prompt, use_cache=False, **depth).logits[0, :-1]]
 
     def note_likelihoods(self, tokenizer, ids: list[int], logits: list[torch.Tensor]):
-        """logits: parts of [tokens, vocabulary]."""
+        """Store the log-probabilities of the answer. logits: parts of [tokens, vocabulary]."""
         asked = self.asked
         if asked.likeliest is None:
             return
@@ -140,7 +140,7 @@ class ModelOfRequest:
 
 
 class SharedGenerateManager(GenerateManager):
-    """Runs requests, each in a thread of its own until the model is asked."""
+    """Runs requests, each in its own thread; their calls share the passes of the model."""
 
     def __init__(self, passes: SharedPasses, max_loops: int):
         self.passes, self.max_loops, self.pool = passes, max_loops, ThreadPoolExecutor(MOST_THREADS)
@@ -165,7 +165,7 @@ class SharedGenerateManager(GenerateManager):
             raise bad_request(ValueError(f"generation_config asks for what fails here: {error}")) from error
 
     def check(self, inputs, gen_config, streams: bool = False):
-        """Before anything is computed or streamed."""
+        """Check a request before anything is computed or streamed, and set the length of its answer."""
         asked, model = current_request.get(), self.passes.model
         if isinstance(asked.prompt, list):
             put_tokens(inputs, asked.prompt, model)
@@ -173,12 +173,12 @@ class SharedGenerateManager(GenerateManager):
         try:
             if length == 0:
                 raise ValueError("the prompt is empty: write at least one token")
-            room = model.config.max_position_embeddings + 1 - length  # the last token is not read again
+            room = model.config.max_position_embeddings + 1 - length  # the last new token is not an input
             if not asked.has_length:
                 gen_config.max_new_tokens = max(1, min(gen_config.max_new_tokens or NEW_TOKENS, room))
             prepared, _ = model._prepare_generation_config(gen_config, **asked.fields)
             check_answers(prepared, streams, asked.likeliest is not None)
-            if gen_config.max_new_tokens is None:  # a generation_config that says the length of prompt and answer
+            if gen_config.max_new_tokens is None:  # generation_config has max_length, of prompt and answer
                 if prepared.max_length <= length:
                     raise ValueError(
                         f"max_length={prepared.max_length} of generation_config leaves no room behind a prompt of "
@@ -218,7 +218,7 @@ class SharedGenerateManager(GenerateManager):
 
 
 def put_tokens(inputs, tokens: list[int], model):
-    """In place of those of a text."""
+    """Replace the tokens of the text in `inputs` by these."""
     if wrong := [token for token in tokens if not 0 <= token < model.config.vocab_size]:
         raise bad_request(
             ValueError(

@@ -1,10 +1,10 @@
-"""Texts at which an answer ends, and of which it tells nothing, as OpenAI's clients expect."""
+"""Stop texts: an answer ends before the first of them, as OpenAI's clients expect."""
 
 from transformers.generation.stopping_criteria import StopStringCriteria
 
 
 class StopsInAnswer(StopStringCriteria):
-    """Does not take the end of the prompt for the beginning of such a text."""
+    """Searches stop texts in the answer only: the end of the prompt cannot be the beginning of one."""
 
     reads_rows_apart = True
 
@@ -17,14 +17,14 @@ class StopsInAnswer(StopStringCriteria):
 
 
 class StopTexts:
-    """Is shown an answer part by part, and holds back what may be the beginning of one of these texts."""
+    """Reads an answer part by part, and holds back an end that may be the beginning of a stop text."""
 
     def __init__(self, texts: str | list[str] | None):
         self.texts = [texts] if isinstance(texts, str) else list(texts or ())
         self.held, self.is_met = "", False
 
     def before(self, part: str, is_last: bool) -> str:
-        """What of the answer may be told now."""
+        """Return the text that can be sent now."""
         if self.is_met:
             return ""
         text = self.held + part
@@ -37,17 +37,17 @@ class StopTexts:
         return told
 
     def shorten(self, choice: dict, is_last: bool):
-        """Changes a choice of OpenAI's form, of a whole answer or of a part of one."""
+        """Cut the text of a choice in OpenAI's format, of a whole answer or of a part of one."""
         holder, name = (choice, "text")
         for of_chat in ("message", "delta"):
             if of_chat in choice:
                 holder, name = choice[of_chat], "content"
         if (text := self.before(holder.get(name) or "", is_last)) or name in holder:
             holder[name] = text
-        if self.is_met and choice.get("finish_reason") == "length":  # it ends with its last token
+        if self.is_met and choice.get("finish_reason") == "length":  # its last allowed token completes it
             choice["finish_reason"] = "stop"
 
 
 def begun(stop: str, text: str) -> int:
-    """How many characters of `stop`, but not all, the text ends with."""
+    """Return with how many first characters of `stop`, but not all of them, the text ends."""
     return next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0)

@@ -1,4 +1,4 @@
-"""How long a model thinks over each token, as a page."""
+"""Show how many loops a model runs for each token, as a page."""
 
 import os
 import sys
@@ -19,11 +19,11 @@ from .options import parse
 from .page import Piece, Shown, Token, color, ink, page, visible
 
 
-LONGEST_CHARACTER = 4  # bytes, so tokens that only together are text
+LONGEST_CHARACTER = 4  # bytes of UTF-8, and so the most tokens that can share a character
 
 
 def rule_of(args, folder: Path, config) -> ExitRule:
-    """From the arguments, else from generation_config.json; and args.num_loops with it."""
+    """Return the exit rule of the arguments, else of generation_config.json; also set args.num_loops if it is None."""
     stored = GenerationConfig.from_pretrained(folder) if (folder / "generation_config.json").is_file() else None
     if args.num_loops is None:
         args.num_loops = getattr(stored, "num_loops", None) or config.num_loops
@@ -54,7 +54,7 @@ def check(args, config, prompt_length: int):
 
 
 def write(model, ids: torch.Tensor, rule: ExitRule, args) -> tuple[list[int], list[int]]:
-    """New tokens and the loops of each."""
+    """Generate; return the new tokens and the loops of each."""
     torch.manual_seed(args.seed)
     sampling = {"do_sample": True, "temperature": args.temperature} if args.temperature else {"do_sample": False}
     outputs = model.generate(
@@ -73,7 +73,7 @@ def write(model, ids: torch.Tensor, rule: ExitRule, args) -> tuple[list[int], li
 
 @torch.no_grad()
 def margins(model, ids: torch.Tensor, num_new: int, num_loops: int) -> list[list[float]]:
-    """The logit margin after every loop where each of the last `num_new` tokens was predicted."""
+    """Return the logit margins after every loop at the positions that predict the last `num_new` tokens."""
     places = torch.arange(ids.shape[1] - num_new, ids.shape[1], device=ids.device) - 1
     outputs = model(
         ids,
@@ -88,7 +88,8 @@ def margins(model, ids: torch.Tensor, num_new: int, num_loops: int) -> list[list
 
 
 def split(tokenizer, prompt: list[int], new: list[int]) -> list[tuple[str, list[int]]]:
-    """The new text in pieces, each with the numbers of its tokens: those that share a character stay together."""
+    """Split the new text into pieces, each with the indices of its tokens. Tokens that share a character are kept
+    together."""
 
     def decode(ids):
         return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -105,7 +106,7 @@ def split(tokenizer, prompt: list[int], new: list[int]) -> list[tuple[str, list[
 
 
 def painted(shown: Shown) -> str:
-    """For a terminal that knows colours."""
+    """Return the text with ANSI colours for a terminal."""
 
     def paint(text: str, loops: float) -> str:
         background = color(loops, shown.num_loops)

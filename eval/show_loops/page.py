@@ -8,17 +8,17 @@ from looped_recipes.common.chart_style import between
 from looped_recipes.common.words import counted
 
 
-# from few loops to many, ever darker, so that it also reads in grey; the same behind light and dark pages
+# from few loops to many, darker and darker, so that it is readable in grey too; the same for light and dark pages
 SCALE = ["#fff1cc", "#fbd07f", "#f0a04b", "#c2414f", "#6b226e"]
 
 
 class Token(NamedTuple):
     loops: int
-    margins: list[float]  # top-1 minus top-2 logit after every loop, also those that it did not run
+    margins: list[float]  # top-1 minus top-2 logit after every loop, including loops that the token did not run
 
 
 class Piece(NamedTuple):
-    """Text of one token; of several where only together they are characters."""
+    """The text of one token, or of several tokens that share a character."""
 
     text: str
     tokens: list[Token]
@@ -33,7 +33,7 @@ class Shown(NamedTuple):
     pieces: list[Piece]
     num_loops: int
     rule: str  # in words
-    threshold: float | None  # of the margin, where that is the criterion
+    threshold: float | None  # of the margin, if the margin is the criterion
     facts: dict[str, str]
 
     @property
@@ -45,7 +45,7 @@ class Shown(NamedTuple):
         return sum(token.loops for token in self.tokens) / max(len(self.tokens), 1)
 
     def counts(self) -> dict[int, int]:
-        """{loops: tokens that took so many}"""
+        """Return {loops: number of tokens that took this many}."""
         return {k: sum(token.loops == k for token in self.tokens) for k in range(1, self.num_loops + 1)}
 
 
@@ -54,7 +54,7 @@ def color(loops: float, num_loops: int) -> tuple[int, int, int]:
 
 
 def ink(background: tuple[int, int, int]) -> tuple[int, int, int]:
-    """Dark or white, whichever reads better."""
+    """Return a dark or a white text colour, whichever contrasts more."""
     red, green, blue = background
     return (0x14, 0x18, 0x1C) if 0.299 * red + 0.587 * green + 0.114 * blue > 121 else (255, 255, 255)
 
@@ -64,7 +64,7 @@ def css(background: tuple[int, int, int]) -> str:
 
 
 def visible(text: str) -> str:
-    """Control characters as pictures of themselves; line ends stay."""
+    """Replace control characters, except line ends, with visible symbols."""
     return "".join(
         chr(0x2400 + ord(c)) if ord(c) < 32 and c != "\n" else "\u2421" if 127 <= ord(c) < 160 else c for c in text
     )
@@ -74,7 +74,7 @@ WIDTH, HEIGHT, SIDE = 240, 120, 26
 
 
 def curve(token: Token, top: float, threshold: float | None) -> str:
-    """Margin over loops: solid as far as the token ran, dashed where it would have gone."""
+    """Draw the margin over loops: solid for loops that the token ran, dashed for the others."""
     loops = len(token.margins)
 
     def x(loop):
@@ -105,7 +105,7 @@ def curve(token: Token, top: float, threshold: float | None) -> str:
 
 
 def card(piece: Piece, top: float, shown: Shown) -> str:
-    """What is seen of a piece under the pointer."""
+    """Return the card that appears when the pointer is over a piece."""
     text = visible(piece.text).replace("\n", "↵").replace(" ", "␣")
     parts = [f'<span class="card"><b class="piece">{escape(text)}</b>']
     for token in piece.tokens:
@@ -127,7 +127,7 @@ def spans(shown: Shown) -> str:
 
 
 def legend(shown: Shown) -> str:
-    """A bar for each depth: how many tokens stopped there."""
+    """Draw a bar for each depth: the number of tokens that exited there."""
     counts = shown.counts()
     most = max(counts.values(), default=0) or 1
     return "".join(

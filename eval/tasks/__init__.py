@@ -1,1 +1,1 @@
-"""Tasks for lm-eval: synthetic ones that need depth, and those of the papers."""
+"""Tasks for lm-eval: generated tasks that need depth, and the tasks of the papers."""

@@ -1,13 +1,13 @@
-"""Generated tasks in which depth matters: nothing to download, and every document a function of (task, split, number).
+"""Generated tasks in which depth matters. Nothing is downloaded: a document is a function of (task, split, number).
 
-p-hop induction     which symbol is p steps further, when each pair says what follows what (after Sanford et al.)
-permutation         which object lies at a place, after so many swaps
-row                 who stands at a place in a row of four, after so many moves: English sentences
-addition            two numbers, all carries at once: the sum is written from its first digit
-story               where somebody is who followed somebody who joined somebody who went home: English sentences
+p-hop induction     which symbol is p steps further, if pairs state what follows each symbol (after Sanford et al.)
+permutation         which object lies at a place after a number of swaps
+row                 who stands at a place in a row of four after a number of moves: English sentences
+addition            the sum of two numbers; it is written from its first digit, so all carries are needed at once
+story               where a person is who followed a person who joined a person who went home: English sentences
 
-Answers are balanced, so that whoever does not read the document is right as often as chance. lm-eval calls the
-functions that its YAML names; `documents` gives the same tasks as text to train on, of another split.
+Answers are balanced, so that answers made without reading the document are right as often as guesses. lm-eval calls
+the functions that its YAML names; `documents` gives the same tasks as text to train on, from another split.
 """
 
 import random
@@ -18,11 +18,12 @@ from datasets import Dataset, DatasetDict
 
 
 SYMBOLS = "abcdefghijklmnopqrstuvwxyz"
-SEED = 1  # of the questions that are evaluated
+SEED = 1  # of the evaluated questions
 
 
 def check(**settings: int):
-    """Fewer hops than symbols, so that no walk closes its cycle; at most as many symbols as letters, or as digits."""
+    """Refuse settings out of range: hops must be fewer than symbols, so that no walk closes its cycle; symbols at most
+    as many as letters (or, for permutations, digits 1 to 9); questions at most as many as different ones exist."""
     symbols = settings.get("symbols")
     most = {
         "hops": None if symbols is None else symbols - 1,
@@ -44,12 +45,12 @@ def check(**settings: int):
 
 
 def for_question(task: str, number: int) -> random.Random:
-    """Random numbers for a question that is evaluated; seeded by a string, they are the same on every machine."""
+    """Return the random generator of an evaluated question. A string as seed gives the same numbers everywhere."""
     return random.Random(f"{task} test {SEED} {number}")
 
 
 def for_text(task: str, seed: int, number: int) -> random.Random:
-    """Random numbers for a document to train on: others than those of any question, whatever the seed."""
+    """Return the random generator of a training document; whatever the seed, it differs from that of any question."""
     return random.Random(f"{task} train {seed} {number}")
 
 
@@ -57,16 +58,19 @@ def for_text(task: str, seed: int, number: int) -> random.Random:
 
 
 def draw_cycle(rng: random.Random, symbols: int, hops: int, answer: int | None = None) -> tuple[list[str], str, str]:
-    """An order in which each symbol is followed by the next, the last by the first; where the walk starts and ends."""
+    """Return the symbols as a cycle (the first follows the last), and the symbols where the walk starts and ends.
+
+    answer: the end, as an index into the symbols other than the start in alphabetical order, modulo their number.
+    """
     start, *others = rng.sample(SYMBOLS[:symbols], symbols)
-    if answer is not None:  # the others in order, counted round, so that answers are balanced
+    if answer is not None:  # balances the answers
         place, wanted = hops - 1, others.index(sorted(others)[answer % len(others)])
         others[place], others[wanted] = others[wanted], others[place]
     return [start, *others], start, others[hops - 1]
 
 
 def pairs(rng: random.Random, cycle: list[str]) -> str:
-    """`ac cb ba`: a is followed by c, and so on; every pair once, in any order."""
+    """Return pairs such as `ac cb ba` (c follows a, and so on): every pair once, in random order."""
     found = [symbol + following for symbol, following in zip(cycle, [*cycle[1:], cycle[0]])]
     rng.shuffle(found)
     return " ".join(found)
@@ -80,7 +84,7 @@ def p_hop_question(number: int, hops: int, symbols: int = 8) -> dict:
 
 
 def p_hop_text(number: int, hops: int, symbols: int, questions: int, seed: int) -> str:
-    """The pairs, and `questions` questions of 1 to `hops` hops with their answers."""
+    """Return the pairs, then `questions` questions of 1 to `hops` hops with their answers."""
     rng = for_text(f"p_hop {symbols} {hops}", seed, number)
     cycle, _, _ = draw_cycle(rng, symbols, hops)
     asked = []
@@ -94,14 +98,15 @@ def p_hop_text(number: int, hops: int, symbols: int, questions: int, seed: int) 
 
 
 def swap_source(swaps: list[tuple[int, int]], place: int) -> int:
-    """Where the object that lies at `place` after the swaps lay before them: swaps are followed backwards."""
+    """Follow the swaps backwards: return where the object that lies at `place` after them lay before."""
     for first, second in reversed(swaps):
         place = second if place == first else first if place == second else place
     return place
 
 
 def draw_swaps(rng: random.Random, symbols: int, swaps: int) -> tuple[list[tuple[int, int]], int, int]:
-    """Swaps, a place, and the place from which its object came: each equally often, also where swaps are few."""
+    """Return swaps, a place, and the place from which its object came. Every such source is equally likely, even with
+    few swaps."""
     place, source = rng.randrange(symbols), rng.randrange(symbols)
     while True:
         drawn = [tuple(rng.sample(range(symbols), 2)) for _ in range(swaps)]
@@ -112,7 +117,8 @@ def draw_swaps(rng: random.Random, symbols: int, swaps: int) -> tuple[list[tuple
 def draw_permutation(
     rng: random.Random, swaps: int, symbols: int, answer: int
 ) -> tuple[list[str], list[tuple[int, int]], int]:
-    """Objects, swaps, and a place. In the end the object number `answer`, counted round in their order, lies there."""
+    """Return objects, swaps, and a place where in the end the object number `answer` (in alphabetical order, modulo
+    `symbols`) lies."""
     drawn, place, source = draw_swaps(rng, symbols, swaps)
     objects = rng.sample(SYMBOLS[:symbols], symbols)
     wanted = objects.index(SYMBOLS[answer % symbols])
@@ -134,7 +140,7 @@ def permutation_question(number: int, swaps: int, symbols: int = 5) -> dict:
 
 
 def permutation_text(number: int, swaps: int, symbols: int, questions: int, seed: int) -> str:
-    """1 to `swaps` swaps, and `questions` places, each with the object that lies there in the end."""
+    """Return 1 to `swaps` swaps, then `questions` places, each with the object that lies there in the end."""
     rng = for_text(f"permutation {symbols} {swaps}", seed, number)
     swaps = rng.randint(1, swaps)
     objects, drawn, asked = draw_permutation(rng, swaps, symbols, answer=rng.randrange(symbols))
@@ -147,8 +153,8 @@ def permutation_text(number: int, swaps: int, symbols: int, questions: int, seed
 # a row of persons
 
 STANDS = "first second third last".split()
-AROUND = 5  # persons of whom four stand in the row: with all twelve small models take twice as long to learn it
-MOVES = {  # what is told, and where each of the four stood before
+AROUND = 5  # persons of whom four are in a row; with all twelve, small models take twice as long to learn the task
+MOVES = {  # sentence -> the place where each of the four stood before
     "the first two swap": (1, 0, 2, 3),
     "the middle two swap": (0, 2, 1, 3),
     "the last two swap": (0, 1, 3, 2),
@@ -159,22 +165,25 @@ MOVES = {  # what is told, and where each of the four stood before
 
 
 def row_source(moves: list[str], place: int) -> int:
-    """Where the person who stands at `place` after the moves stood before them: moves are followed backwards."""
+    """Follow the moves backwards: return where the person who stands at `place` after them stood before."""
     for move in reversed(moves):
         place = MOVES[move][place]
     return place
 
 
 def is_held_out(row: list[str]) -> bool:
-    """One order in five is only evaluated: with one move there are too few rows to meet none twice by chance."""
+    """Return whether a row is only evaluated, never trained on, which holds for one order in five. There are so few
+    rows that with one move random rows of both splits would coincide."""
     return zlib.crc32(" ".join(row).encode()) % 5 == 0
 
 
 def draw_row(
     rng: random.Random, moves: int, split: str, answer: int | None = None
 ) -> tuple[list[str], list[str], int]:
-    """Four persons, their moves, and a place. Who stands there in the end came from each place equally often, also
-    where moves are few. answer: who that is, the number of one of the four in alphabetical order, counted round.
+    """Return four persons, their moves, and a place. The person who stands there in the end comes from each place with
+    equal probability, even with few moves.
+
+    answer: that person, as an index into the four in alphabetical order, modulo 4.
     """
     place, source = rng.randrange(len(STANDS)), rng.randrange(len(STANDS))
     while row_source(told := rng.choices(list(MOVES), k=moves), place) != source:
@@ -200,7 +209,7 @@ def row_question(number: int, moves: int) -> dict:
 
 
 def row_text(number: int, moves: int, questions: int, seed: int) -> str:
-    """1 to `moves` moves, and `questions` places, each with the person who stands there in the end."""
+    """Return 1 to `moves` moves, then `questions` places, each with the person who stands there in the end."""
     rng = for_text(f"row {moves}", seed, number)
     row, told, asked = draw_row(rng, rng.randint(1, moves), "train")
     others = rng.sample([place for place in range(len(row)) if place != asked], questions - 1)
@@ -213,7 +222,7 @@ def row_text(number: int, moves: int, questions: int, seed: int) -> str:
 
 
 def spaced(value: int, width: int) -> str:
-    """`0 8 5`: a digit a word, so that no tokenizer hides where the carries go."""
+    """Return a number such as `0 8 5`: each digit is a word, so that no tokenizer merges digits."""
     return " ".join(f"{value:0{width}d}")
 
 
@@ -223,7 +232,7 @@ def draw_sum(rng: random.Random, digits: int) -> tuple[str, int]:
 
 
 def addition_question(number: int, digits: int) -> dict:
-    """Four sums that differ at two digits, of which any one looks as likely as the others."""
+    """Return a question with four choices that differ at two digits, so that none of them looks likelier."""
     rng = for_question(f"addition {digits}", number)
     text, total = draw_sum(rng, digits)
     steps = [rng.choice([-1, 1]) * 10**place for place in rng.sample(range(digits), 2)]
@@ -245,15 +254,16 @@ def addition_text(number: int, digits: int, seed: int) -> str:
 PERSONS = "anna ben carl dora emil fred gina hans iris jack kate leo".split()
 PLACES = "abroad ashore downtown home outside upstairs".split()
 VERBS = "followed joined accompanied".split()
-COMPANIES = 3  # of a story, each at its own place
+COMPANIES = 3  # groups of persons in a story, each at another place
 
 
 def draw_story(
     rng: random.Random, relations: int, answer: int | None = None
 ) -> tuple[str, list[list[str]], list[str]]:
-    """The sentences, in any order; the persons of each company, the n-th of whom is n sentences away from the place;
-    and the places of the companies. answer: the place of the first company, as the number of one of the three in
-    alphabetical order, counted round.
+    """Return the sentences in random order, the persons of each company, and the places of the companies.
+
+    The n-th person of a company is n sentences away from the place. answer: the place of the first company, as an
+    index into the three places in alphabetical order, modulo 3.
     """
     persons, places = rng.sample(PERSONS, COMPANIES * relations), rng.sample(PLACES, COMPANIES)
     if answer is not None:
@@ -269,7 +279,7 @@ def draw_story(
 
 
 def story_question(number: int, relations: int, depth: int = 4) -> dict:
-    """Where somebody is who is so many sentences away from a place, in a story with companies of `depth` persons."""
+    """Ask for the place of a person who is `relations` sentences away from it, in companies of `depth` persons."""
     rng = for_question(f"story {depth} {relations}", number)
     story, companies, places = draw_story(rng, depth, answer=number)
     choices = sorted(places)
@@ -281,7 +291,7 @@ def story_question(number: int, relations: int, depth: int = 4) -> dict:
 
 
 def story_text(number: int, relations: int, questions: int, seed: int) -> str:
-    """A story, and where `questions` of its persons are."""
+    """Return a story, then the places of `questions` of its persons."""
     rng = for_text(f"story {relations}", seed, number)
     story, companies, places = draw_story(rng, relations)
     everybody = [(person, place) for company, place in zip(companies, places) for person in company]
@@ -289,7 +299,7 @@ def story_text(number: int, relations: int, questions: int, seed: int) -> str:
     return f"{story} where is " + " , ".join(asked)
 
 
-# what lm-eval calls, with everything that the YAML's metadata and dataset_kwargs hold
+# functions that lm-eval calls with all keys of the YAML's metadata and dataset_kwargs
 
 
 def _test_split(question, size: int, **settings) -> DatasetDict:

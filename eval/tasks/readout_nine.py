@@ -1,7 +1,7 @@
-"""The nine tasks of the readout paper (table 7) as its release asks them.
+"""The nine tasks of the readout paper (table 7), with the prompts of its release.
 
-Each row of a dataset becomes `prompt`, `choices` and `gold`. Scored are the log-likelihoods of " " + choice; lengths,
-where they count, are in the tokenizer's tokens.
+Each row of a dataset becomes `prompt`, `choices` and `gold`. The log-likelihood of " " + choice is scored; scores that
+use lengths count the tokenizer's tokens.
 """
 
 from datasets import Dataset
@@ -20,7 +20,7 @@ def items(dataset: Dataset, of_row, is_item=lambda row: True) -> Dataset:
 
 
 def lettered(dataset: Dataset, question: str) -> Dataset:
-    """ARC, OpenBookQA, CommonsenseQA: the texts of the choices, never their letters."""
+    """ARC, OpenBookQA, CommonsenseQA: choices are their texts, not their letters."""
 
     def of_row(_, row):
         labels = [str(label) for label in row["choices"]["label"]]
@@ -57,7 +57,7 @@ def boolq(dataset: Dataset) -> Dataset:
 
 
 def hellaswag(dataset: Dataset) -> Dataset:
-    """The raw text, brackets and all."""
+    """Use the raw text, with its brackets."""
 
     def of_row(_, row):
         ending = row["ctx_b"][:1].upper() + row["ctx_b"][1:]
@@ -67,7 +67,7 @@ def hellaswag(dataset: Dataset) -> Dataset:
 
 
 def winogrande(dataset: Dataset) -> Dataset:
-    """Both whole sentences, after a prompt that says nothing of them."""
+    """Choose between both complete sentences, after a prompt that is the same for all rows."""
 
     def of_row(_, row):
         sentences = [row["sentence"].replace("_", row[option]) for option in ("option1", "option2")]
@@ -77,7 +77,7 @@ def winogrande(dataset: Dataset) -> Dataset:
 
 
 def sciq(dataset: Dataset) -> Dataset:
-    """Without the passage that supports the answer, which moves through the choices from row to row."""
+    """Ask without the supporting passage. The position of the right answer rotates from row to row."""
 
     def of_row(number, row):
         choices = [row[name] for name in ("correct_answer", "distractor1", "distractor2", "distractor3")]

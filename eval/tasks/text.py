@@ -1,7 +1,7 @@
-"""Language modelling: documents of the corpus that every Python carries with itself, and what their scores mean.
+"""Language modelling: documents of the corpus that every Python installation contains, and their metrics.
 
 The documents are those that a recipe with `source: embedded` holds out if its data.validation_fraction is `fraction`;
-a larger one holds out these and more.
+a larger fraction holds out these and more.
 """
 
 import re
@@ -10,7 +10,7 @@ from datasets import Dataset, DatasetDict
 
 
 def held_out(fraction: float, characters: int, **_) -> DatasetDict:
-    """The beginning of each document, to the first blank line after so many characters."""
+    """Return the beginning of each document, to the first blank line after `characters` characters."""
     from looped_recipes.data.embedded import embedded_documents
     from looped_recipes.data.part_files import HeldOut
     from looped_recipes.data.sources import cut_at_blank_lines
@@ -21,7 +21,7 @@ def held_out(fraction: float, characters: int, **_) -> DatasetDict:
 
 
 def process_results(document: dict, results: tuple[float]) -> dict:
-    """Log-likelihood with what it is counted by: words, and bytes of UTF-8."""
+    """Return the log-likelihood with the number of words, or of UTF-8 bytes, by which a metric divides it."""
     (log_likelihood,) = results
     text = document["text"] if "text" in document else document["page"]
     words, length = len(re.split(r"\s+", text)), len(text.encode())

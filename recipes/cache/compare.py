@@ -29,7 +29,7 @@ FP32_BYTES = 4
 
 @torch.no_grad()
 def bits_per_byte(model, rows: PackedRows, **arguments) -> float:
-    """Of the second halves, each token read from the cache that `generate` keeps with these arguments."""
+    """Return bits per byte of the second halves, read token by token with the cache that `arguments` select."""
     numbers = list(range(min(ROWS, len(rows))))
     batch = rows.batch(numbers)
     text, num_bytes = batch["input_ids"], rows.num_bytes(batch["labels"])
@@ -38,7 +38,7 @@ def bits_per_byte(model, rows: PackedRows, **arguments) -> float:
         text[:, :half],
         attention_mask=torch.ones_like(text[:, :half]),
         max_new_tokens=text.shape[1] - half,
-        prefix_allowed_tokens_fn=lambda row, ids: [int(text[row, len(ids)])],  # the text, whatever is likely
+        prefix_allowed_tokens_fn=lambda row, ids: [int(text[row, len(ids)])],  # force the text
         do_sample=False,
         eos_token_id=None,
         output_logits=True,
@@ -53,7 +53,7 @@ def bits_per_byte(model, rows: PackedRows, **arguments) -> float:
 
 
 def readings(model) -> dict[str, tuple[dict, float]]:
-    """Ways to read with a model, by name: arguments of generate, and bytes of the cache per token."""
+    """Return the ways to read with a model, by name: arguments of generate, and bytes of the cache per token."""
     config = model.config
     numbers = cache_numbers_per_token(config)
     ways = {

@@ -15,7 +15,7 @@ from .shards import shard_writer
 
 
 class LoopedShards(PipelineStep):
-    """Writes the documents of a task, and passes them on."""
+    """Writes the documents of a task to shards, and passes them on."""
 
     name = "Looped shards"
     type = "writer"

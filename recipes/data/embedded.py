@@ -1,4 +1,4 @@
-"""What every Python carries with itself: documents for who has no text at hand and no connection."""
+"""Documents that come with every Python, for use without other text and without a network connection."""
 
 import contextlib
 import importlib
@@ -30,7 +30,7 @@ COMPILED = (
 
 
 def library_files() -> list[tuple[str, Path]]:
-    """The standard library's own modules by name, sorted: without its tests and its tables of encodings."""
+    """Return the standard library's modules as (relative path, path), sorted, without tests and encoding tables."""
     library = Path(sysconfig.get_paths()["stdlib"])
     files = []
     for folder, subfolders, names in os.walk(library):
@@ -43,7 +43,7 @@ def library_files() -> list[tuple[str, Path]]:
 
 
 def embedded_documents() -> list[str]:
-    """The language reference by topic, what the modules written in C say of themselves, and the library's sources."""
+    """Return the language reference by topic, the docstrings of modules written in C, and the library's sources."""
     documents = [topics[name] for name in sorted(topics)]
     documents += [_describe(importlib.import_module(name)) for name in COMPILED]
     for _, path in library_files():
@@ -53,7 +53,7 @@ def embedded_documents() -> list[str]:
 
 
 def _describe(module) -> str:
-    """Documentation of a module, its members and theirs, without addresses or anything else that differs by run."""
+    """Return the docstrings of a module, its callables and their methods, without text that differs between runs."""
     parts = [f"{module.__name__}\n\n{inspect.getdoc(module)}"]
     for name in sorted(vars(module)):
         member = vars(module)[name]

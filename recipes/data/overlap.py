@@ -1,7 +1,7 @@
-"""How much of the validation text also stands in the training text, by n-grams of tokens.
+"""Measure how much of the validation text also occurs in the training text, by n-grams of tokens.
 
-Documents that are equal are taken out of training when data are prepared; this finds what they share in part, such as
-quotations, near copies, and one text that lies in two files and is cut elsewhere in each.
+Preparing data removes training documents that equal a validation document. This finds what documents share in part,
+such as quotations, near copies, and one text that is in two files but cut at different places.
 """
 
 from collections.abc import Iterable, Iterator
@@ -11,15 +11,15 @@ import numpy as np
 
 DOUBLINGS = 4
 NGRAM = 2**DOUBLINGS  # tokens, about a dozen words
-MOST_TOKENS = 2**22  # of validation that are looked up; an evaluation reads fewer
+MOST_TOKENS = 2**22  # validation tokens that are looked up; an evaluation reads fewer
 BLOCK = 2**20  # tokens at a time
-FILTER_BITS = 27  # of hashes, in a table of 128 MiB that spares most lookups
+FILTER_BITS = 27  # leading bits of a hash: they index a table of 128 MiB that saves most lookups
 FACTOR = 0x9E3779B97F4A7C15  # odd
 WORD = 2**64 - 1
 
 
 def overlap(validation: Iterable[np.ndarray], training: Iterable[np.ndarray]) -> dict[str, int]:
-    """n-grams of the validation tokens, and how many of them stand in the training tokens too."""
+    """Count the n-grams of the validation tokens, and those of them that also occur in the training tokens."""
     hashes = np.concatenate([ngram_hashes(block) for block in blocks(first(validation, MOST_TOKENS))] or [EMPTY])
     known, counts = np.unique(hashes, return_counts=True)
     found = np.zeros(len(known), dtype=bool)
@@ -37,9 +37,9 @@ EMPTY = np.zeros(0, dtype=np.uint64)
 
 
 def ngram_hashes(tokens: np.ndarray) -> np.ndarray:
-    """A 64-bit hash of every n-gram, uint64 [len(tokens) - n + 1]: equal n-grams have equal ones.
+    """Return a 64-bit hash of every n-gram, uint64 [len(tokens) - n + 1]; equal n-grams have equal hashes.
 
-    h of 2m tokens is h of the first m times a constant, plus h of the last m; uint64 arithmetic wraps.
+    The hash of 2m tokens is a constant times that of the first m, plus that of the last m; uint64 arithmetic wraps.
     """
     if len(tokens) < NGRAM:
         return EMPTY
@@ -57,7 +57,7 @@ def _mix(x: np.ndarray) -> np.ndarray:
 
 
 def blocks(shards: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
-    """Pieces of shards that together hold every n-gram of each shard once."""
+    """Yield pieces of the shards that together hold every n-gram of each shard once."""
     for shard in shards:
         for start in range(0, len(shard), BLOCK):
             yield np.asarray(shard[start : start + BLOCK + NGRAM - 1])
@@ -72,7 +72,7 @@ def first(shards: Iterable[np.ndarray], count: int) -> Iterator[np.ndarray]:
 
 
 def notes(manifest: dict) -> list[str]:
-    """What a preparation left out, and what training and validation share."""
+    """Return lines on the documents that a preparation left out, and on the text that both splits share."""
     said = []
     equal, empty = manifest["overlapping_documents"], manifest.get("empty_documents", 0)
     if equal or empty:

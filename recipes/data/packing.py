@@ -1,8 +1,8 @@
-"""From documents to rows of equal length, without padding.
+"""Pack documents into rows of equal length, without padding.
 
-Both packings end as one long stream of tokens, of which a row is a window of `sequence_length` every `stride` tokens.
-The model shifts labels itself, so a row holds exactly `sequence_length` tokens and its last one has no target: each
-boundary costs one target in `sequence_length`, and a step sees exactly rows * sequence_length tokens.
+Both packings produce one long stream of tokens; a row is a window of `sequence_length` tokens, one every `stride`
+tokens. The model shifts labels itself, so a row holds exactly `sequence_length` tokens and its last one has no target:
+each row loses one target in `sequence_length`, and a step sees exactly rows * sequence_length tokens.
 """
 
 from bisect import bisect_right, insort
@@ -18,11 +18,11 @@ from modeling_looped.cross_entropy import IGNORE_INDEX
 def best_fit(
     documents: Sequence[np.ndarray], length: int, keep: bool, num_starts: int = 1
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Rows that begin with a document, and the documents that are left when no row can be filled.
+    """Return full rows, each beginning with a document, and the documents left over when no more row can be filled.
 
-    A row takes the largest document that fits, again and again; when none does, the shortest is cropped to fill it.
-    What is cropped off is lost (Parcae), or with `keep` comes back as a document of its own, with the start token, if
-    documents have one.
+    A row repeatedly takes the largest document that fits into its free space; if none fits, the shortest is cropped to
+    fill it. The part that is cropped off is lost (Parcae), or with `keep` becomes another document, which begins with
+    the first `num_starts` tokens of the cropped one (its start token, if documents have one).
     """
     pool = sorted((len(document), number) for number, document in enumerate(documents))
     documents = list(documents)
@@ -36,7 +36,7 @@ def best_fit(
             document = documents[number]
             row.append(document[:space])
             remaining -= size
-            if size - space > 1 and keep:  # more than an end token
+            if size - space > 1 and keep:  # the rest is more than an end token
                 documents.append(np.concatenate([document[:num_starts], document[space:]]))
                 insort(pool, (len(documents[-1]), len(documents) - 1))
                 remaining += len(documents[-1])
@@ -46,7 +46,7 @@ def best_fit(
 
 
 def document_positions(tokens: np.ndarray, mark: int, after: bool = False) -> np.ndarray:
-    """Position ids [rows, length] that count from 0 again at every `mark`, or with `after` at the token behind it."""
+    """Return position ids [rows, length] that restart at 0 at every `mark`, or with `after` at the token after it."""
     places = np.broadcast_to(np.arange(tokens.shape[-1]), tokens.shape)
     begins = tokens == mark
     if after:
@@ -55,21 +55,21 @@ def document_positions(tokens: np.ndarray, mark: int, after: bool = False) -> np
 
 
 class PackedRows:
-    """Rows of one split: windows of the stream of tokens that its memory-mapped shards hold together."""
+    """The rows of one split: windows of the token stream that its memory-mapped shards form together."""
 
     def __init__(
         self,
         shards: Sequence[np.ndarray],
         sequence_length: int,
         stride: int,
-        start: int,  # the token that begins documents, or ends them, see start_ends
+        start: int,  # the token that begins documents, or ends them if start_ends
         token_bytes: torch.Tensor,  # [vocabulary]
-        learn_start: bool = False,  # predict it: it is not certain after the token before, as it is after an end token
+        learn_start: bool = False,  # predict `start`; not needed where it always follows an end token
         document_masking: bool = False,
-        start_ends: bool = False,  # it stands at the end of documents, which have no token at their beginning
+        start_ends: bool = False,  # `start` is the last token of documents, and they have no start token
     ):
         self.shards = list(shards)
-        # where each shard begins in the stream, and last where the stream ends
+        # the position in the stream where each shard begins, and at last the length of the stream
         self.begins = np.cumsum([0] + [len(shard) for shard in shards])
         self.sequence_length, self.stride, self.start = sequence_length, stride, start
         self.token_bytes, self.learn_start, self.document_masking = token_bytes, learn_start, document_masking
@@ -83,7 +83,7 @@ class PackedRows:
         return max(0, (self.num_tokens - self.sequence_length) // self.stride + 1)
 
     def tokens(self, index: int) -> np.ndarray:
-        """One row, int64 [sequence_length], which may cross shards."""
+        """Return one row, int64 [sequence_length]; it may cross shards."""
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
         begin = index * self.stride
@@ -97,11 +97,11 @@ class PackedRows:
         return np.concatenate(pieces, dtype=np.int64)
 
     def batch(self, indices: Sequence[int]) -> dict[str, torch.Tensor]:
-        """input_ids and labels (not shifted), int64 [rows, sequence_length]; position_ids with document masking."""
+        """Return input_ids and labels (not shifted), int64 [rows, sequence_length]; also position_ids with masking."""
         tokens = np.stack([self.tokens(index) for index in indices])
         input_ids = torch.from_numpy(tokens)
         labels = input_ids.clone()
-        if not self.learn_start:  # after an end token it is certain: no loss
+        if not self.learn_start:  # the start token is certain after an end token: no loss
             labels[input_ids == self.start] = IGNORE_INDEX
         batch = {"input_ids": input_ids, "labels": labels}
         if self.document_masking:
@@ -109,9 +109,9 @@ class PackedRows:
         return batch
 
     def num_bytes(self, labels: torch.Tensor) -> torch.Tensor:
-        """Bytes of the target of each position of a batch, int64 [rows, sequence_length]: 0 where nothing is learned.
+        """Return the bytes of each position's target, int64 [rows, sequence_length]: 0 where there is no loss.
 
-        Bits per byte are the losses at positions with bytes, summed, over ln 2 times the sum of these bytes.
+        Bits per byte are the sum of the losses at positions with bytes, divided by ln 2 times the sum of these bytes.
         """
         targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
         return self.token_bytes[targets.clamp(min=0)].masked_fill(targets == IGNORE_INDEX, 0)

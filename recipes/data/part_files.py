@@ -1,7 +1,7 @@
-"""One part of a source after another: tokenised, packed and written by itself, in any order, by any process.
+"""Tokenise, pack and write each part of a source by itself, in any order, in any process.
 
-A part is made when its `.json` is there, which is written last; every file appears whole or not at all. What is in a
-part depends on the source alone, never on the number of processes or on where a preparation was stopped.
+A part is complete when its `.json` exists, which is written last; every file appears whole or not at all. The content
+of a part depends on the source alone, never on the number of processes or on where a preparation was stopped.
 """
 
 import contextlib
@@ -35,15 +35,15 @@ from .tokenizers import Encoder, TokensAsTheyAre
 Document = str | np.ndarray  # a text, or its tokens
 SPLITS = ("train", "validation")
 STREAMED_PART = 16_384  # documents
-LARGEST_PART = 32_768  # a hundred billion tokens are a few thousand shards, each a few seconds of work
+LARGEST_PART = 32_768  # documents; 100 billion tokens are then a few thousand shards, each a few seconds of work
 
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Which documents are not for training, by their hash: equal documents always fall on one side."""
+    """The documents held out of training, chosen by hash: equal documents are always on the same side."""
 
     fraction: float = 0.0  # of all documents; 1 is all of them
-    hashes: frozenset[int] = frozenset()  # of a validation source of its own
+    hashes: frozenset[int] = frozenset()  # of the documents of a separate validation source
 
     def __contains__(self, document: Document) -> bool:
         number = document_hash(document)
@@ -51,7 +51,7 @@ class HeldOut:
 
 
 def document_hash(document: Document) -> int:
-    """64 bits, the same for texts that differ in white space only."""
+    """Return a hash of 64 bits, the same for texts that differ only in white space."""
     if isinstance(document, str):
         content = " ".join(document.split()).encode()
     else:
@@ -65,19 +65,19 @@ def is_blank(document: Document | None) -> bool:
 
 @dataclass(frozen=True)
 class PartMaker:
-    """Makes a part of its documents: a shard of tokens for each split, and a .json that says what is in them."""
+    """Makes one part from its documents: a shard of tokens for each split, and a .json that describes the shards."""
 
     folder: Path
     encode: Encoder | TokensAsTheyAre
     held_out: HeldOut
-    held_out_split: str | None  # where documents that are held out go; None: nowhere, they are in validation already
-    row_length: int | None  # of best fit; None concatenates
-    keep_cropped: bool  # best fit: what is cropped off is packed as another document
+    held_out_split: str | None  # the split of held-out documents; None drops them: they are in validation already
+    row_length: int | None  # for best-fit packing; None concatenates
+    keep_cropped: bool  # best fit: the part that is cropped off is packed as another document
     dtype: str
-    tokenizer: str  # its hash
+    tokenizer: str  # hash of the tokenizer
 
     def is_made(self, part: str) -> bool:
-        """Whether the files of a part are there as they were written, by this tokenizer."""
+        """Return whether the files of a part exist, are undamaged and were written with this tokenizer."""
         try:
             facts = read_sealed(self.folder / f"{part}.json")
             shards = facts["shards"].values()
@@ -110,17 +110,17 @@ class PartMaker:
         write_facts(self.folder / f"{part}.json", facts)
 
     def pack(self, documents: list[np.ndarray]) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """What is packed, and what is left for the rows that are made of the remainders of all parts."""
+        """Return the packed tokens, and the documents left for rows that are made from the remainders of all parts."""
         if self.row_length is None:
             return documents, []
         return best_fit(documents, self.row_length, self.keep_cropped, num_starts=len(self.encode.starts))
 
 
 def make_parts(maker: PartMaker, kind: str, documents: Documents, source: Source, num_proc: int | None) -> list[str]:
-    """All parts of a source, in order; those that are there already are kept."""
+    """Make the parts of a source that do not exist yet, and return the names of all parts in order."""
     if isinstance(documents, IterableDataset):
         return _stream_parts(maker, kind, documents, source)
-    size = min(LARGEST_PART, max(32, math.ceil(len(documents) / 64)))  # of the source alone: parts never change
+    size = min(LARGEST_PART, max(32, math.ceil(len(documents) / 64)))  # fixed by the source: parts never change
     parts = [f"{kind}-{number:05}" for number in range(math.ceil(len(documents) / size))]
     missing = [number for number, part in enumerate(parts) if not maker.is_made(part)]
 
@@ -147,7 +147,7 @@ def make_parts(maker: PartMaker, kind: str, documents: Documents, source: Source
 
 @contextlib.contextmanager
 def _forked(num_proc: int, function: Callable[[int], None]):
-    """Processes that inherit `function`; where one is killed the others end too."""
+    """Yield a pool of processes that inherit `function`; if one is killed, the others end too."""
     context = multiprocessing.get_context("fork")
     pool = ProcessPoolExecutor(num_proc, context, initializer=_inherit, initargs=(function,))
     try:
@@ -171,8 +171,8 @@ def _call_inherited(number: int):
 
 
 def _stream_parts(maker: PartMaker, kind: str, documents: IterableDataset, source: Source) -> list[str]:
-    """Parts of a stream, of so many documents each. The state of the stream after a part is kept with it, so that a
-    preparation that goes on does not read the stream from its beginning."""
+    """Make parts of STREAMED_PART documents each from a stream. The state of the stream after a part is saved with the
+    part, so that a resumed preparation does not read the stream from its beginning."""
     parts: list[str] = []
     rows = None
     for number in tqdm(count(), desc=f"tokenise {source.name}", unit="part", disable=None):
@@ -197,7 +197,7 @@ def fingerprint(settings: dict) -> str:
 
 
 def write_shard(path: Path, packed: list[np.ndarray], left: list[np.ndarray]) -> dict:
-    """One array: the tokens that rows are made of, then what was left. Returns what the manifest says of it."""
+    """Write one array: the tokens of rows, then the documents left over. Return its entry for the manifest."""
     num_tokens = sum(map(len, packed))
     stream = np.concatenate([*packed, *left])
     write_whole(path, lambda file: save_array(file, stream))
@@ -211,12 +211,12 @@ def write_shard(path: Path, packed: list[np.ndarray], left: list[np.ndarray]) ->
 
 
 def damage(folder: Path, shard: dict) -> str | None:
-    """How a shard is not what was written; None if it is. Older ones have a size alone."""
+    """Return how a shard differs from what was written; None if it does not. Older shards have only a size."""
     return difference(folder / shard["file"], shard["size"], shard.get("checksum"))
 
 
 def save_array(file, array: np.ndarray):
-    """np.save in two steps: on a full disk np.save itself raises an error that does not say so."""
+    """Save like np.save, but in two writes: on a full disk np.save raises an error that does not name the cause."""
     np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(array))
     file.write(array.data)
 

@@ -1,7 +1,7 @@
-"""Prepared data: a folder of memory-mapped token shards, the tokenizer, and a manifest that says what they are.
+"""Prepared data: a folder of memory-mapped token shards, the tokenizer, and a manifest that describes them.
 
-The manifest is written last, when all parts are there: a folder without it is not whole, and preparing again goes on
-with what is missing.
+The manifest is written last, when all parts exist: a folder without it is incomplete, and preparing again makes only
+the parts that are missing.
 """
 
 import contextlib
@@ -55,7 +55,7 @@ from .written import SETTINGS, Worker, check_written, is_written, parts_of_worke
 
 __all__ = ["Prepared", "PackedRows", "open_prepared", "prepare"]
 
-FORMAT = 1  # raised when the same settings give other shards
+FORMAT = 1  # increased when the same settings give different shards
 MANIFEST = "manifest.json"
 WRITTEN = {"written": "by workers"}  # settings of a source that workers wrote as shards (written.py)
 TOKENIZER = "tokenizer"
@@ -72,9 +72,9 @@ class Prepared:
 
 
 def prepare(data: DataConfig, check: bool = True) -> Prepared:
-    """Open the shards of these settings; make them first, or what is missing of them, if need be.
+    """Open the shards of these settings, after making all of them or those that are missing.
 
-    check: read them all for their checksums; of several processes one is enough.
+    check: verify checksums, which reads all shards; if several processes open them, one check is enough.
     """
     training, validation = training_source(data), validation_source(data)
     settings = _settings(data, training, validation)
@@ -83,13 +83,13 @@ def prepare(data: DataConfig, check: bool = True) -> Prepared:
         folder.mkdir(parents=True, exist_ok=True)
         if not _is_whole(folder):
             with exclusive(folder, _wait):
-                if not _is_whole(folder):  # else another process was quicker
+                if not _is_whole(folder):  # else another process has made them meanwhile
                     _build(folder, data, settings, training, validation)
     return open_prepared(folder, data, settings, check)
 
 
 def open_prepared(folder: Path | str, data: DataConfig, settings: dict | None = None, check: bool = True) -> Prepared:
-    """Prepared data in `folder`, after checking that it is whole and what `data` (or `settings`) asks for."""
+    """Open prepared data in `folder`, after checking that they are complete and match `data` (or `settings`)."""
     folder = Path(folder)
     if settings is None:
         settings = _settings(data, training_source(data), validation_source(data))
@@ -117,13 +117,13 @@ def open_prepared(folder: Path | str, data: DataConfig, settings: dict | None = 
     return Prepared(folder, manifest, tokenizer, rows["train"], rows["validation"], lengths)
 
 
-# What the shards are made of
+# Settings of the shards
 
 
 def _settings(data: DataConfig, training: Source, validation: Source | None, written: bool = False) -> dict:
-    """Everything that decides the bytes of the shards, and nothing else.
+    """Return everything that decides the bytes of the shards, and nothing else.
 
-    Concatenated documents are one stream however it is cut later, so recipes of any length and stride share it.
+    Concatenated documents are one stream for every row length and stride, so recipes that differ in these share it.
     """
     if written := written or is_written(data.source):
         check_written(data)
@@ -204,7 +204,7 @@ def encoder(data: DataConfig, tokenizer) -> Encoder | TokensAsTheyAre:
 
 @contextlib.contextmanager
 def shard_writer(data: DataConfig, rank: int, world_size: int) -> Iterator[Worker]:
-    """One of several workers that write their documents to the folder `data.source`, see written.py."""
+    """Yield one of several workers that write their documents to the folder `data.source`, see written.py."""
     if data.tokenizer in TRAINERS:
         raise RecipeError(
             f"data.tokenizer={data.tokenizer!r} is trained on all documents, of which a worker sees its own alone: "
@@ -345,7 +345,7 @@ def _rows(folder: Path, shards: list[dict], data: DataConfig, tokenizer, lengths
 
 
 def learns_start(data: DataConfig, tokenizer) -> bool:
-    """Whether the token that begins documents is predicted, since it is not certain after the one before."""
+    """Return whether the token that begins documents is predicted: it is, unless it always follows an end token."""
     is_plain = data.document_tokens == "both" and data.token_field is None
     return not is_plain or tokenizer.bos_token_id == tokenizer.eos_token_id
 
@@ -370,7 +370,7 @@ def _refuse_empty(split: str, data: DataConfig, manifest: dict):
 
 
 def _is_whole(folder: Path) -> bool:
-    """All shards of the manifest are there; a shard that is there but damaged is for a person to look at."""
+    """Return whether all shards of the manifest exist; a damaged one is not made again but reported to the user."""
     if not (folder / MANIFEST).exists():
         return False
     shards = _read_manifest(folder)["shards"]

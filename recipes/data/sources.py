@@ -1,8 +1,8 @@
-"""Where documents come from: any `datasets` name, local files, or what every Python carries with itself.
+"""Sources of documents: any `datasets` name, local files, or the text that comes with every Python.
 
-Everything is read through `datasets` and comes out as one column `text`, which holds token ids with `token_field`. A
-document is a row of the source, with two exceptions: plain text files (a file, or pieces of a long one) and sources
-that hold one line per row, such as WikiText, whose lines `document_start` joins. With `joined_by` there are no
+Everything is read through `datasets` into one column `text`, which holds token ids if `token_field` is set. A document
+is a row of the source, with two exceptions: in plain text files it is a file, or a piece of a long one; and in sources
+that hold one line per row, such as WikiText, `document_start` joins lines to documents. With `joined_by` there are no
 documents: all rows are one text.
 """
 
@@ -53,7 +53,8 @@ BUILDERS = {
 METADATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
 COMPRESSIONS = {".gz", ".zst", ".xz", ".bz2"}
 BYTE_ORDER_MARK = "\ufeff"
-TEXT_DOCUMENT = 4096  # characters from which a text file is cut at the next blank line: one in a hundred is held out
+# characters after which a text file is cut at the next blank line: one piece in a hundred is held out by default
+TEXT_DOCUMENT = 4096
 LONGEST_REASON = 500  # characters
 WIKITEXT = {"Salesforce/wikitext", "wikitext"}
 WIKITEXT_ARTICLE = r"\s*= [^=].* =\s*$"  # " = Title = "; sections are " = = Section = = "
@@ -72,9 +73,9 @@ class Source:
     token_field: str | None = None
 
     def settings(self) -> dict:
-        """What decides the documents, found without reading them; a changed file changes it."""
+        """Return what decides the documents, without reading them; it changes when a file changes."""
         fields = {**vars(self), "document_start": self._document_start()}
-        for name in ("joined_by", "token_field"):  # which shards of older versions do not know
+        for name in ("joined_by", "token_field"):  # shards of older versions lack these settings
             if fields[name] is None:
                 del fields[name]
         if self.name == "embedded":
@@ -95,7 +96,7 @@ class Source:
         return fields
 
     def load(self) -> Documents:
-        """The documents, or the pieces of the one text, one column `text`, in an order that never changes."""
+        """Return the documents, or the pieces of the joined text, as one column `text`, always in the same order."""
         with readable(self):
             documents = self._rows()
             if self._document_start() is not None:
@@ -111,7 +112,7 @@ class Source:
             return documents
 
     def rows(self) -> Iterator[str]:
-        """Texts as they are in the source, without those that are empty."""
+        """Yield the texts of the source unchanged, without empty ones, at most `max_documents`."""
         with readable(self):
             yield from islice(filter(None, (row["text"] for row in self._rows())), self.max_documents)
 
@@ -146,7 +147,7 @@ class Source:
         return documents
 
     def unused_splits(self) -> list[str]:
-        """Splits of a folder that `split` leaves out."""
+        """Return the splits of a folder that `split` leaves out."""
         if self.name == "embedded" or not expanded(self.name).is_dir():
             return []
         if is_saved(self.name):
@@ -162,20 +163,20 @@ class Source:
             options = {"sample_by": "document"}
         elif builder == "parquet" and self.column in (schema := read_schema(files[0])).names:
             if self.token_field or is_text(schema.field(self.column).type):
-                options = {"columns": [self.column]}  # others may differ from file to file
+                options = {"columns": [self.column]}  # other columns may differ from file to file
         folder = expanded(self.name)
         if not folder.is_dir():
             data_files = [glob.escape(str(path.absolute())) for path in files]
             return load_dataset_builder(builder, data_files=data_files, **options)
-        # `datasets` finds the splits in the names of the files, or in a README.md as on the hub,
-        # and wants a name, which . has not
+        # `datasets` finds the splits in the names of the files, or in a README.md as on the hub; it also needs the
+        # name of the folder, so the path is absolute (`.` has no name)
         reader = load_dataset_builder(os.path.abspath(folder), self.config, **options)
         refuse_left_out(self.name, files, reader)
         return reader
 
     @property
     def column(self) -> str:
-        """The column that holds documents: their texts, or their tokens."""
+        """Return the name of the column that holds the documents: their texts, or their tokens."""
         return self.text_field if self.token_field is None else self.token_field
 
     def _rename(self, documents: Documents) -> Documents:
@@ -189,7 +190,7 @@ class Source:
         feature = (documents.features or {}).get(column)
         if isinstance(feature, Value) and feature.dtype == "null":
             raise RecipeError(f"{self.name!r} holds no documents: column {column!r} is empty in every row")
-        if type(feature).__name__ == "Json" and field == "text_field":  # what `datasets` makes of mixed types
+        if type(feature).__name__ == "Json" and field == "text_field":  # the type that `datasets` gives to mixed types
             self.refuse_mixed_types(documents)
         if feature is not None and not (is_text_feature(feature) if field == "text_field" else is_tokens(feature)):
             also = "; data.token_field reads a column of token ids" if is_tokens(feature) else ""
@@ -203,7 +204,7 @@ class Source:
         return documents if column == "text" else documents.rename_column(column, "text")
 
     def refuse_mixed_types(self, documents: Documents):
-        """Names the first row without text, where other rows have some."""
+        """Refuse a column that mixes text and other values; the error names the first row that is not text."""
         values = [row[self.column] for row in documents]
         texts = sum(isinstance(value, str) for value in values)
         others = (i for i, value in enumerate(values) if value is not None and not isinstance(value, str))
@@ -220,7 +221,7 @@ def is_text_feature(feature) -> bool:
 
 
 def is_tokens(feature) -> bool:
-    """Whether it is a list of whole numbers, of any kind of list that `datasets` has."""
+    """Return whether a feature is a list of integers, of any list type of `datasets`."""
     inner = getattr(feature, "feature", None)
     return isinstance(inner, Value) and "int" in inner.dtype
 
@@ -230,7 +231,7 @@ def training_source(data: DataConfig) -> Source:
 
 
 def validation_source(data: DataConfig) -> Source | None:
-    """The source of its own that validation has, or None: then documents of the training source are held out."""
+    """Return the separate source of validation; None if documents of the training source are held out instead."""
     if data.validation_source is None and data.validation_split is None:
         return None
     own = data.validation_source is not None
@@ -246,7 +247,7 @@ def _source(data: DataConfig, name: str, config: str | None, split: str) -> Sour
 
 @contextlib.contextmanager
 def readable(source: Source):
-    """`datasets` and pyarrow raise many kinds of errors; whatever goes wrong in reading is about the source."""
+    """Turn every error of reading into one about the source: `datasets` and pyarrow raise many kinds of errors."""
     try:
         yield
     except RecipeError:
@@ -272,7 +273,7 @@ def what_is_wrong(source: Source, error: Exception) -> str:
 
 
 def why_unreadable(source: Source) -> Exception | None:
-    """The error that reading all rows of a source raises; None if it raises none."""
+    """Return the error that reading all rows of a source raises; None if there is none."""
     try:
         for _ in source._open():
             pass
@@ -281,7 +282,7 @@ def why_unreadable(source: Source) -> Exception | None:
 
 
 def where_undecodable(file: Path) -> str:
-    """The first line that is not UTF-8, for a person who must find it."""
+    """Return the place of the first line that is not UTF-8, for the error message; empty if there is none."""
     with fsspec.open(str(file), "rb", compression="infer") as lines:
         for number, line in enumerate(lines, start=1):
             try:
@@ -300,7 +301,7 @@ def reason_of(error: Exception, file: Path | None = None) -> str:
 
 
 def local_files(name: str) -> list[Path] | None:
-    """The data files that `name` stands for, sorted; None if it is a name on the hub."""
+    """Return the data files that `name` stands for, sorted; None if it is a name on the hub."""
     path = expanded(name)
     try:
         if path.is_file():
@@ -329,26 +330,26 @@ def local_files(name: str) -> list[Path] | None:
 
 
 def is_hidden(file: Path, folder: Path) -> bool:
-    """Whether `datasets` leaves a file of a folder out, as what editors, notebooks and copies from a Mac leave."""
+    """Return whether `datasets` ignores a file of a folder, such as files left by editors, notebooks or macOS."""
     *folders, name = file.relative_to(folder).parts
     return name.startswith(".") or any(inner.startswith((".", "__")) for inner in folders)
 
 
 def check_files(name: str):
-    """Refuse files that are not there, empty or of no known kind, before anything takes time."""
+    """Refuse files that do not exist, are empty or of an unknown kind, before any slow work."""
     if (files := local_files(name)) is not None:
         _builder(name, files)
 
 
 def looks_like_path(name: str) -> bool:
-    """Hub names are `name` or `owner/name`."""
+    """Return whether a name is a path and not a name on the hub, which is `name` or `owner/name`."""
     return name.startswith(("/", ".", "~")) or name.count("/") > 1 or _builder_of(Path(name)) is not None
 
 
 def refuse_left_out(name: str, files: list[Path], reader: DatasetBuilder):
-    """An error for files that would not be read: where some names in a folder say a split, `datasets` takes no file
-    whose name says none."""
-    if (expanded(name) / "README.md").exists():  # it says which files are whose
+    """Refuse files that would not be read: if some file names in a folder contain a split, `datasets` ignores the
+    files whose names contain none."""
+    if (expanded(name) / "README.md").exists():  # it assigns files to splits
         return
     taken = {os.path.realpath(path) for paths in (reader.config.data_files or {}).values() for path in paths}
     left = [path.name for path in files if os.path.realpath(path) not in taken]
@@ -360,7 +361,7 @@ def refuse_left_out(name: str, files: list[Path], reader: DatasetBuilder):
 
 
 def is_saved(name: str) -> bool:
-    """Whether a folder was written by `save_to_disk` of `datasets`."""
+    """Return whether a folder was written by `save_to_disk` of `datasets`."""
     return any((expanded(name) / state).exists() for state in ("state.json", "dataset_dict.json"))
 
 
@@ -369,7 +370,7 @@ def splits_of(reader: DatasetBuilder) -> list[str]:
 
 
 def split_names(split: str) -> list[str]:
-    """The names in a split as `datasets` takes it: train and test in train[:10%]+test."""
+    """Return the names in a split expression of `datasets`: train and test in train[:10%]+test."""
     return [] if split == "all" else [part.partition("[")[0].strip() for part in split.split("+")]
 
 
@@ -425,7 +426,7 @@ def _digest(value) -> str:
 
 
 def join_lines(rows: Iterable[dict], document_start: str) -> Iterator[dict]:
-    """Lines of one document, which begins where `document_start` matches, put together again."""
+    """Join lines to documents; a document begins at a line that `document_start` matches."""
     begins = re.compile(document_start).match
     lines: list[str] = []
     for row in rows:
@@ -439,9 +440,9 @@ def join_lines(rows: Iterable[dict], document_start: str) -> Iterator[dict]:
 
 
 def join_rows(rows: Iterable[dict], joined_by: str) -> Iterator[dict]:
-    """Pieces of `joined_by.join(rows)`, empty rows left out; each ends with the white space that follows its row.
+    """Yield pieces of `joined_by.join(rows)` without empty rows; each ends with the white space that follows its row.
 
-    So no word and no run of white space is cut in two, and a tokenizer finds in the pieces what it would in the whole.
+    No word and no run of white space is cut in two, so a tokenizer finds the same tokens as in the whole text.
     """
     piece = ""
     for line in filter(None, (row["text"] for row in rows)):
@@ -457,7 +458,8 @@ def join_rows(rows: Iterable[dict], joined_by: str) -> Iterator[dict]:
 
 
 def cut_at_blank_lines(text: str, size: int = TEXT_DOCUMENT) -> list[str]:
-    """Pieces that join to `text`: cut at the first blank line after `size` characters, at 2 * size at the latest."""
+    """Return pieces that join to `text`: cut at the first blank line after `size` characters, or at the first line end
+    after 2 * size; a longer line is cut into parts of 2 * size."""
     pieces, piece, length = [], [], 0
     for line in text.splitlines(keepends=True):
         for start in range(0, len(line), 2 * size):

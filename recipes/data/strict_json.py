@@ -1,4 +1,4 @@
-"""JSON whose column of texts holds texts only, in every file and to the end; other columns may differ."""
+"""Read JSON and refuse anything but text in the column of texts, in every file and row; other columns may differ."""
 
 import hashlib
 import re
@@ -13,12 +13,12 @@ from pyarrow.types import is_large_string, is_null, is_string
 
 NULL_LINE = re.compile(rb"(?:^(?:\xef\xbb\xbf)?|\n)[ \t\r]*null(?![ \t\r]*[,\]}])")
 BLOCK = 2**24  # bytes
-LONGEST = 2**10  # bytes at the end of a block that are looked at together with the next one
+LONGEST = 2**10  # bytes at the end of a block that are searched together with the next block
 
 
 class StrictJson(Json):
-    """`datasets` takes the type of a column from its first rows, and converts numbers and dates that come later to
-    text as it likes. Here such a column is an error."""
+    """`datasets` infers the type of a column from its first rows, and converts numbers and dates in later rows to
+    text. Here such a column of texts is an error."""
 
     text_column = "text"
 
@@ -49,14 +49,14 @@ def strict_about_text(reader: DatasetBuilder, column: str) -> DatasetBuilder:
     if isinstance(reader, Json):
         reader.__class__ = StrictJson
         reader.text_column = column
-        # a place of its own on the disk: others who read these files want the other columns
+        # a separate cache on the disk: other readers of these files need the other columns
         reader.config_id += f"-texts-{hashlib.sha256(column.encode()).hexdigest()[:16]}"
         reader._cache_dir = reader._output_dir = reader._build_cache_dir()
     return reader
 
 
 def without_null_lines(files: Iterable[str]) -> Iterator[str]:
-    """`files`, each looked through before it is read: pyarrow's parser crashes where a block begins with null."""
+    """Yield `files`, each checked before it is read: pyarrow's parser crashes where a block begins with null."""
     for file in files:
         with xopen(file, "rb") as stream:
             end = b""

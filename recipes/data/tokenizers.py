@@ -1,9 +1,9 @@
-"""Tokenizers: three that are trained here on the training documents, and any fast one of the hub or a folder.
+"""Tokenizers: three that are trained on the training documents, and any fast tokenizer of the hub or a folder.
 
-Whichever it is, it comes back with bos, eos and pad set: a document is `bos text eos`, or `eos text` where the
-tokenizer has no bos of its own (one token then both ends a document and begins the next). `data.document_tokens`
-leaves one or both out; the tokenizer that is saved then begins texts as the documents begin. With `data.joined_by`
-there are no documents, and neither of those tokens.
+Each is returned with bos, eos and pad set: a document is `bos text eos`, or `eos text` if the tokenizer has no
+separate bos (one token then both ends a document and begins the next). `data.document_tokens` omits one or both; the
+saved tokenizer then begins texts in the same way as documents begin. With `data.joined_by` there are no documents, and
+neither of these tokens.
 """
 
 import hashlib
@@ -25,27 +25,27 @@ from .sources import looks_like_path
 
 SPECIAL_TOKENS = {"bos_token": "<|bos|>", "eos_token": "<|eos|>", "pad_token": "<|pad|>"}
 UNKNOWN = "<unk>"
-DOCUMENT_CHARACTERS = 10_000  # of each document, so that a few long ones do not decide the vocabulary (Parcae)
-DEFAULT_CHARACTERS = 2_000_000_000  # in all (Parcae)
+DOCUMENT_CHARACTERS = 10_000  # read of each document, so that a few long ones do not decide the vocabulary (Parcae)
+DEFAULT_CHARACTERS = 2_000_000_000  # read in total (Parcae)
 WORD_MIN_FREQUENCY = 2
 
-# GPT-4's way to cut a text before byte pairs are merged: merges never cross these pieces
+# GPT-4's pattern that splits text before byte pairs are merged: merges never cross these pieces
 GPT4_PIECES = (
     r"(?i:'s|'d|'m|'t|'ll|'ve|'re)",  # English endings
     r"[^\r\n\p{L}\p{N}]?\p{L}+",  # letters, with the one space or sign before them
     r"\p{N}{1,3}",  # digits in threes
     r" ?[^\s\p{L}\p{N}]+[\r\n]*",  # signs, with the line ends after them
     r"\s*[\r\n]+",  # line ends, with the space before them
-    r"\s+(?!\S)",  # space, but for the last one, which goes to the next word
+    r"\s+(?!\S)",  # white space except its last character, which goes to the next word
     r"\s+",
 )
-# white space, words, and any single character but letters and digits outside of ASCII, which no token stands for;
-# spelt out because Python's \s and \w, which the readout paper's release uses, are not those of the library
+# white space, words, and single other characters; letters and digits outside ASCII are in no token. Spelt out because
+# Python's \s and \w, which the readout paper's release uses, differ from those of the tokenizers library
 WORD_PIECES = (r"[\s\x1c-\x1f]+", r"[A-Za-z0-9_]+", r"[^\p{L}\p{N}_\s\x1c-\x1f]")
 
 
 def train_bpe(documents: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Byte-level BPE as in Parcae's appendix R: no normalisation, every byte a token, so that nothing is unknown."""
+    """Train byte-level BPE as in Parcae's appendix R: no normalisation, every byte a token, so nothing is unknown."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -65,7 +65,7 @@ def train_bpe(documents: Iterable[str], vocab_size: int) -> PreTrainedTokenizerF
 
 
 def train_word(documents: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """The readout paper's: runs of white space, words and single signs, the most frequent ones, the rest <unk>."""
+    """Train the readout paper's tokenizer: frequent runs of white space, words and single signs; the rest is <unk>."""
     return _most_frequent(documents, vocab_size, word_pieces(), decoders.Fuse())
 
 
@@ -74,7 +74,7 @@ def word_pieces() -> pre_tokenizers.Split:
 
 
 def train_symbols(documents: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """For text that is made of symbols: all that stands between white space is a token, the white space is in none."""
+    """Train a tokenizer for text made of symbols: tokens are the strings between white space, which is in no token."""
     return _most_frequent(documents, vocab_size, pre_tokenizers.WhitespaceSplit(), None)
 
 
@@ -97,7 +97,7 @@ TRAINERS = {"bpe": train_bpe, "word": train_word, "symbols": train_symbols}
 
 
 def make_tokenizer(data: DataConfig, documents: Iterable[str]) -> PreTrainedTokenizerBase:
-    """The tokenizer of a recipe; `documents` are those of the training split."""
+    """Return the tokenizer of a recipe; `documents` are those of the training split."""
     if data.tokenizer not in TRAINERS:
         return mark_documents(load_tokenizer(data.tokenizer), data)
     limit = DEFAULT_CHARACTERS if data.tokenizer_max_characters is None else data.tokenizer_max_characters
@@ -113,10 +113,10 @@ def make_tokenizer(data: DataConfig, documents: Iterable[str]) -> PreTrainedToke
 
 
 def mark_documents(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> PreTrainedTokenizerBase:
-    """Set bos and eos, and what prompts begin with, as documents have them by `document_tokens` and `start_token`.
+    """Set bos, eos and the beginning of prompts as in the documents: by `document_tokens` and `start_token`.
 
-    Where documents have one special token, it is bos and eos. So whoever uses the saved tokenizer, to score or to
-    generate, begins and ends texts as in training.
+    If documents have only one special token, it is both bos and eos. So the saved tokenizer begins and ends texts as
+    in training, when it is used to score or to generate.
     """
     if data.start_token is None and data.document_tokens == "both":
         return tokenizer
@@ -143,7 +143,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
         )
     try:
         tokenizer = AutoTokenizer.from_pretrained(expanded(name) if expanded(name).exists() else name)
-    except Exception as error:  # the hub, the folder and the file each have their own
+    except Exception as error:  # the hub, the folder and the file raise different kinds
         said = " ".join(str(error).split())
         raise RecipeError(
             f"can not load tokenizer {name!r}: {said}; set data.tokenizer to a folder that holds a tokenizer.json, a "
@@ -163,7 +163,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
 
 
 def tokenizer_settings(data: DataConfig) -> dict:
-    """What decides the tokenizer beside the documents, found without loading or training it."""
+    """Return what decides the tokenizer besides the documents, without training it; one in a folder is loaded."""
     start = {} if data.start_token is None else {"start_token": data.start_token}
     if data.tokenizer in TRAINERS:
         return {
@@ -178,7 +178,7 @@ def tokenizer_settings(data: DataConfig) -> dict:
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Equal for tokenizers that give equal tokens; unchanged by saving and loading."""
+    """Return a hash that is equal for tokenizers that give equal tokens, and unchanged by saving and loading."""
     parts = json.loads(tokenizer.backend_tokenizer.to_str())
     added = {token["content"]: token["id"] for token in parts["added_tokens"]}
     decisive = [parts["model"], parts["normalizer"], parts["pre_tokenizer"], added]
@@ -187,7 +187,7 @@ def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 class Encoder:
-    """Documents to tokens. A text that happens to contain `<|bos|>` is text: no document can forge a special token."""
+    """Turns documents into tokens. `<|bos|>` inside a text is encoded as text: no document can add a special token."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, document_tokens: str = "both"):
         self.tokenizer = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
@@ -202,14 +202,14 @@ class Encoder:
 
     def __call__(self, texts: Iterable[str]) -> Iterator[list[int]]:
         texts = iter(texts)
-        while chunk := list(islice(texts, 128)):  # what the library keeps for a token is many times the token
+        while chunk := list(islice(texts, 128)):  # the library keeps many times a token's size for each token
             for encoding in self.tokenizer.encode_batch_fast(chunk, add_special_tokens=False):
                 yield [*self.starts, *encoding.ids, *self.ends]
 
     def num_bytes(self, text: str) -> int:
         return len(text.encode())
 
-    def __getstate__(self):  # the setting below is not part of the library's own state
+    def __getstate__(self):  # encode_special_tokens is not part of the library's state
         return {**vars(self), "tokenizer": self.tokenizer.to_str()}
 
     def __setstate__(self, state):
@@ -219,7 +219,7 @@ class Encoder:
 
 
 class TokensAsTheyAre:
-    """In the place of an `Encoder`, for documents that are tokens already."""
+    """Used instead of an `Encoder` for documents that are tokenised already."""
 
     starts: list[int] = []
 
@@ -241,10 +241,10 @@ class TokensAsTheyAre:
 
 
 def token_bytes(tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
-    """Bytes of UTF-8 that each token stands for, int64 [vocabulary]; special tokens stand for none.
+    """Return the number of UTF-8 bytes of each token, int64 [vocabulary]; special tokens have 0.
 
-    What a word tokenizer drops or does not know is in no token: bits per byte compare tokenizers that keep every byte.
-    A space that a tokenizer puts before a text is in its first token (`bytes_before_a_text`).
+    Text that a word tokenizer drops or does not know is in no token: bits per byte compare only tokenizers that keep
+    every byte. A space that a tokenizer adds before a text is in the text's first token (`bytes_before_a_text`).
     """
     parts = json.loads(tokenizer.backend_tokenizer.to_str())
     kinds = json.dumps([parts["pre_tokenizer"], parts["decoder"]], ensure_ascii=False)
@@ -267,8 +267,8 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
 
 
 def bytes_before_a_text(tokenizer: PreTrainedTokenizerBase, lengths: torch.Tensor) -> int:
-    """Bytes that the first token of a text stands for and the text does not have: 1 of tokenizers that put a space
-    before every text, 0 of others. lengths: the tokenizer's `token_bytes`."""
+    """Return the bytes of a text's first token that are not in the text: 1 for tokenizers that add a space before
+    every text, else 0. lengths: the tokenizer's `token_bytes`."""
     ids = tokenizer("a", add_special_tokens=False)["input_ids"]
     return max(0, int(lengths[ids].sum()) - len("a"))
 
@@ -282,7 +282,7 @@ def _finished(tokenizer: Tokenizer, **special) -> PreTrainedTokenizerFast:
 
 
 def _begin_prompts(tokenizer: PreTrainedTokenizerBase, with_bos: bool = True):
-    """Prompts begin with bos, or without; with add_special_tokens=False always without."""
+    """Make prompts begin with bos, or without it; with add_special_tokens=False they always begin without it."""
     bos = [tokenizer.bos_token] if with_bos else []
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single=[*bos, "$A"], pair=[*bos, "$A", *bos, "$B"], special_tokens=[(b, tokenizer.bos_token_id) for b in bos]
@@ -290,7 +290,7 @@ def _begin_prompts(tokenizer: PreTrainedTokenizerBase, with_bos: bool = True):
 
 
 def _up_to(documents: Iterable[str], num_characters: int) -> Iterator[str]:
-    """The first documents, until they have so many characters."""
+    """Yield the first documents, until they have `num_characters` characters."""
     for text in documents:
         if num_characters <= 0:
             return

@@ -1,9 +1,9 @@
-"""Shards that are written where documents are made: by the workers of another pipeline, each its share of them.
+"""Shards that the workers of another pipeline write where documents are made, each worker a share of them.
 
-A recipe whose `data.source` is the folder says how: its tokenizer, packing and fraction held out. Each worker writes
-parts as `looped prepare` makes them (part_files.py), and at last how many these were; when all workers have ended,
-preparing writes the manifest. One that was killed runs again and keeps its parts that are whole. It must then see the
-same documents again.
+A recipe whose `data.source` is the folder gives the tokenizer, the packing and the held-out fraction. Each worker
+writes parts as `looped prepare` makes them (part_files.py), and at the end a list of these parts; when all workers
+have ended, preparing writes the manifest. A worker that was killed runs again and keeps its complete parts; it must
+then see the same documents again.
 """
 
 import re
@@ -18,20 +18,20 @@ from looped_recipes.settings.recipe import DataConfig, RecipeError
 from .part_files import STREAMED_PART, PartMaker, write_facts
 
 
-SETTINGS = "written_by_workers.json"  # on which all of them agree
+SETTINGS = "written_by_workers.json"  # settings that are the same for all workers
 WORKER = re.compile(r"worker-(\d+)\.json")
 
 
 def is_written(source: str) -> bool:
-    """Whether `source` is a folder to which workers write their shards, or have written them."""
+    """Return whether `source` is a folder to which workers write shards, or have written them."""
     try:
         return (expanded(source) / SETTINGS).is_file()
-    except OSError:  # no name of a file
+    except OSError:  # not a valid file name
         return False
 
 
 def check_written(data: DataConfig):
-    """Refuse settings that shards which workers write cannot have."""
+    """Refuse settings that do not go with shards written by workers."""
     reasons = {
         "validation_source": "documents are held out by data.validation_fraction",
         "validation_split": "documents are held out by data.validation_fraction",
@@ -46,7 +46,7 @@ def check_written(data: DataConfig):
 
 
 class Worker:
-    """Writes the documents of one worker of several, in the order in which they come."""
+    """Writes the documents of one of several workers, in the order in which they arrive."""
 
     def __init__(self, maker: PartMaker, rank: int, world_size: int):
         self.maker, self.rank, self.world_size = maker, rank, world_size
@@ -71,7 +71,7 @@ class Worker:
         self.tell(self.parts)
 
     def tell(self, parts: list[str] | None):
-        """Write down the parts of this worker; None while it has not ended."""
+        """Write a file with the names of this worker's parts; None while it has not ended."""
         told = {"parts": parts, "world_size": self.world_size}
         write_facts(self.maker.folder / f"worker-{self.rank:05}.json", told)
 
@@ -85,7 +85,7 @@ def worker(maker: PartMaker, rank: int, world_size: int) -> Iterator[Worker]:
 
 
 def parts_of_workers(folder: Path) -> list[str]:
-    """The parts of all workers, in order; an error if a worker has not ended."""
+    """Return the parts of all workers, in order; refuse if a worker has not ended."""
     told = {}
     for path in sorted(folder.iterdir()):
         if match := WORKER.fullmatch(path.name):

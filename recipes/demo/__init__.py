@@ -1,1 +1,1 @@
-"""The first look: a task on which loops tell, and a small text model, on one page."""
+"""The demo: a task that needs several loops, and a small text model, shown on one page."""

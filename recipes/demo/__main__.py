@@ -3,7 +3,7 @@ from looped_recipes.demo.options import parse
 
 
 def begin(arguments: list[str]):
-    """Before the libraries, which take seconds to import."""
+    """Check the arguments and print a note before the libraries are imported, which takes seconds."""
     if parse(arguments).ask is None:
         print("about five minutes on two idle cores; stopped by Ctrl-C, the same command goes on", flush=True)
 

@@ -56,8 +56,8 @@ def run_demo(
     hops_settings: Sequence[str] = (),
     num_documents: int = NUM_DOCUMENTS,
 ) -> dict:
-    """Train, measure, and draw; what is measured, as it stands in demo.json."""
-    text.recipe_of(output, settings)  # a mistake in the settings is told before anything is trained
+    """Train, measure and draw; return the measurements as read back from demo.json."""
+    text.recipe_of(output, settings)  # report a mistake in the settings before anything is trained
     datasets.disable_progress_bars()
     logging.disable_progress_bar()
     heading(f"1 of 3: questions that take several steps, as {hops.unseen_question(hops.HOPS[-1])[0]!r}")

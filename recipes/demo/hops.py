@@ -1,6 +1,7 @@
-"""The task of the demo: after how many loops is a question answered that takes so many steps?
+"""The task of the demo: after how many loops does the model answer a question that takes several hops?
 
-Pairs say which symbol follows which, and a question asks for the one so many hops away. A hop needs the one before it.
+Pairs say which symbol follows which, and a question asks for the symbol a number of hops away. Each hop needs the
+result of the one before it.
 """
 
 import json
@@ -22,13 +23,13 @@ from modeling_looped.exit_criteria import ExitRule
 
 RECIPE = Path(__file__).with_name("hops.yaml")
 HOPS = [1, 2, 3, 4]
-QUESTIONS = 252  # of each number of hops
-FORM = r"[a-z]{2}( [a-z]{2})* ; [a-z][1-9]"  # of a question
-CERTAINTY = 0.9  # of the most probable answer, at which a question stops looping
+QUESTIONS = 252  # for each number of hops
+FORM = r"[a-z]{2}( [a-z]{2})* ; [a-z][1-9]"  # format of a question
+CERTAINTY = 0.9  # probability of the best answer at which a question stops looping
 
 
 def train_models(output: Path, settings: Sequence[str], num_documents: int) -> tuple[Path, Path, dict]:
-    """The looped model, and the control: the same model with one loop, trained on the same questions."""
+    """Train the looped model and the control: the same model with one loop, on the same questions."""
     questions = output / "questions.jsonl"
     if not questions.exists():
         texts = documents("p_hop", num_documents)
@@ -56,13 +57,13 @@ class Answerer:
 
     @torch.no_grad()
     def logits(self, questions: list[str]) -> list[torch.Tensor]:
-        """Of what follows equally long questions, after every loop of one pass: [questions, vocabulary] each."""
+        """Return the logits after equally long questions, for every loop of one pass: [questions, vocabulary] each."""
         inputs = self.tokenizer(questions, return_tensors="pt")
         outputs = self.model(**inputs, output_loop_logits=True, use_cache=False)
         return [logits[:, -1] for logits in outputs.loop_logits]
 
     def exits(self, logits: list[torch.Tensor]) -> torch.Tensor:
-        """After how many loops each question stops: at the first that is certain, or at the last."""
+        """Return after how many loops each question stops: at the first certain loop, or at the last loop."""
         return exit_loops(self.rule, torch.stack([self.rule.criterion.score(of_loop, {})[0] for of_loop in logits]))
 
     def words(self, ids: torch.Tensor) -> list[str]:
@@ -81,7 +82,7 @@ class Answerer:
         }
 
     def after_each_loop(self, question: str) -> dict:
-        """What it would answer, how sure it is of that, and where it stops."""
+        """Return the model's answer and its probability after every loop, and the loop at which it stops."""
         logits = self.logits([question])
         best = [at.softmax(-1)[0].max(-1) for at in logits]
         return {
@@ -92,7 +93,7 @@ class Answerer:
 
 
 def unseen_question(hops: int, number: int = QUESTIONS) -> tuple[str, str]:
-    """A question and its answer, of the split that is never trained on."""
+    """Return a question and its answer, from the split that is never trained on."""
     question = p_hop_question(number, hops)
     return question["text"], question["choices"][question["answer"]]
 
@@ -111,7 +112,7 @@ def measure(looped: Path, control: Path, count: int = QUESTIONS) -> dict:
 
 
 def ask(folder: Path, question: str):
-    """Print what the model says of a question, or of one of each number of hops."""
+    """Print the model's answers to a question, or to one unseen question for each number of hops."""
     if not (folder / "config.json").is_file():
         raise ValueError(f"there is no trained model in {folder}: run `looped demo` first, or name its --output")
     model = Answerer(folder)
@@ -120,7 +121,7 @@ def ask(folder: Path, question: str):
             f"{question!r} is not a question of this model: write which symbol follows which, and one question, e.g. "
             "'cd fa ec bh hf ge ag db ; h2', what stands two steps after h"
         )
-    # others than those of the page, and of numbers that differ, since the answer follows from the number
+    # questions that are not on the page; their numbers differ, because the number determines the answer
     asked = [(question, None)] if question else [unseen_question(hops, QUESTIONS + hops) for hops in HOPS]
     for text, right in asked:
         print(f"\n{text} ?" + ("" if right is None else f"   (right: {right})"))

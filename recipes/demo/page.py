@@ -1,4 +1,4 @@
-"""The page of the demo, made from what is in demo.json alone."""
+"""The page of the demo, made from demo.json alone."""
 
 from html import escape
 from pathlib import Path
@@ -9,7 +9,7 @@ from looped_recipes.common.words import counted, percent
 from looped_recipes.demo.picture import accuracy_chart, depth_chart, exits_chart, hardest, hops_named
 
 
-SETTLED = 0.005  # bits per byte between depths that a reader may take for the same
+SETTLED = 0.005  # bits per byte: depths that differ by less count as equal
 
 
 def listed(words: list[str]) -> str:
@@ -17,7 +17,7 @@ def listed(words: list[str]) -> str:
 
 
 def after_loops(by_loops: dict[str, float]) -> str:
-    """E.g. "30 % after 1 loop, 98 % after 2 loops and 100 % after 3 loops or more"."""
+    """Return e.g. "30 % after 1 loop, 98 % after 2 loops and 100 % after 3 loops or more"."""
     shares = [percent(value) for value in by_loops.values()]
     settled = next(i for i in range(len(shares)) if len(set(shares[i:])) == 1)
     words = [f"{share} after {counted(loop, 'loop')}" for loop, share in zip(by_loops, shares[: settled + 1])]
@@ -44,7 +44,7 @@ def exits(found: dict) -> str:
 
 
 def finding(found: dict) -> str:
-    """What was seen of the questions, from the numbers."""
+    """Return the results on the questions, in words."""
     return f"{answers(found)} {exits(found)}"
 
 
@@ -64,7 +64,7 @@ def text_finding(found: dict) -> str:
 
 
 def path_of(question: str) -> str:
-    """The steps that a question asks for: "ab bc ; a2" asks for a → b → c."""
+    """Return the hops that a question asks for: "ab bc ; a2" asks for a → b → c."""
     pairs, _, asked = question.partition(" ; ")
     follows, path = dict(pairs.split()), [asked[0]]
     for _ in range(int(asked[1:])):
@@ -82,7 +82,7 @@ def example(found: dict) -> Table:
 
 
 def numbers(found: dict) -> Table:
-    """A column for each number of hops, so that it is narrow."""
+    """Return a table with a column for each number of hops, so that it is narrow."""
     hops = list(found["accuracy"])
     rows = [
         [f"right after {counted(loop, 'loop')}", *(percent(found["accuracy"][each][loop]) for each in hops)]
@@ -97,14 +97,14 @@ def numbers(found: dict) -> Table:
 
 
 class Written(Text):
-    """What the text model wrote, line by line."""
+    """Text that keeps its line breaks, such as what the text model wrote."""
 
     def html(self) -> str:
         return f"<pre>{escape(self.words.rstrip())}</pre>"
 
 
 def opening(found: dict) -> list:
-    """What a hop is, and the picture."""
+    """Return an explanation of hops, the charts, and the results with exits."""
     question = found["example"]["question"]
     asked = question.partition(" ; ")[2]
     words = (
@@ -153,7 +153,7 @@ def measured(found: dict) -> list:
 
 
 def next_commands(output: Path) -> list[tuple[str, str]]:
-    """What may be typed next, and what it does."""
+    """Return the commands to try next, each with what it does."""
     given = [] if output == Path("runs/demo") else ["--output", output]
     return [
         (typed("looped demo --ask", *given), "questions, and the answer after every loop"),

@@ -1,11 +1,11 @@
-"""Charts of the demo, made from what is in demo.json alone."""
+"""Charts of the demo, made from demo.json alone."""
 
 from looped_recipes.common.chart import Bars, Chart, Line, ordered, stacked
 from looped_recipes.common.words import counted
 
 
 def hardest(found: dict) -> str:
-    """The hops of the questions that the one-loop model answers least."""
+    """Return the number of hops of the questions that the one-loop model answers least often."""
     return min(found["control"], key=found["control"].get)
 
 
@@ -55,5 +55,5 @@ def depth_chart(found: dict) -> Chart:
 
 
 def picture(found: dict) -> str:
-    """The two charts of the questions, for a README."""
+    """Draw the two charts of the questions, for a README."""
     return stacked([accuracy_chart(found), exits_chart(found)], columns=2)

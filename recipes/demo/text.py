@@ -1,4 +1,4 @@
-"""The text model of the demo: loss at every depth, and what it writes."""
+"""The text model of the demo: its loss at every depth, and samples of its text."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,7 +24,7 @@ def train_model(output: Path, settings: Sequence[str]) -> Trained:
 
 
 def samples(folder: Path, depths: list[int]) -> dict[int, str]:
-    """The same prompt and seed at several depths."""
+    """Generate text from the same prompt and seed at several depths."""
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     prompt, written = tokenizer(PROMPT, return_tensors="pt"), {}
     for num_loops in depths:

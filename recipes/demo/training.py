@@ -1,4 +1,4 @@
-"""A training run of the demo, and what is said of it."""
+"""A training run of the demo, and the facts that are reported about it."""
 
 from pathlib import Path
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""Two models on one text, with the same operations for each token, and how they compare."""
+"""Train two models on one text, with the same operations for each token, and compare them."""
 
 import time
 from pathlib import Path
@@ -25,14 +25,14 @@ from .options import parse
 
 HERE = Path(__file__).parent
 NAMES = ("looped", "plain")
-OF_TRAINING = 0.75  # the part of the minutes in which rows are learned; the rest is data, validation, checkpoints
-OF_MEASURING = 0.02  # the part in which each model's step is timed
+OF_TRAINING = 0.75  # share of the minutes for training steps; the rest is for data, validation, checkpoints
+OF_MEASURING = 0.02  # share of the minutes in which each model's step is timed
 LEAST_STEPS = 20
 
 
 def seconds_per_step(recipe: Recipe, minutes: float) -> float:
-    """Of whole steps at the mean depth, on random tokens, in so long a time, where and as the training computes them;
-    the first is not counted."""
+    """Return the median time of whole steps at the mean depth, on random tokens, measured for `minutes` on the device
+    and in the precision of the training; the first step is not counted."""
     accelerator = make_accelerator()
     model = LoopedForCausalLM(recipe.model_config()).to(accelerator.device).train()
     optimizers = build_optimizers(model, recipe.optimizer, recipe.training.steps)
@@ -55,7 +55,7 @@ def seconds_per_step(recipe: Recipe, minutes: float) -> float:
 
 
 def number_of_steps(args, recipes: list[Recipe]) -> int:
-    """As many as fit; those of a run that was begun, which goes on."""
+    """Return the number of steps that fit; for a run that was begun before and continues, its number of steps."""
     for recipe in recipes:
         begun = Path(recipe.training.output_dir) / "recipe.yaml"
         if begun.is_file():
@@ -69,7 +69,7 @@ def number_of_steps(args, recipes: list[Recipe]) -> int:
             print(f"{args.output} goes on with the {steps} steps that it began with, whatever --minutes says; "
                   "with another --output there is a new beginning")  # fmt: skip
             return steps
-    prepare(recipes[0].data)  # before anything takes time: a text may be too short
+    prepare(recipes[0].data)  # first, because the text may be too short
     print(f"measuring how many steps fit into {args.minutes:g} minutes", flush=True)
     seconds = sum(seconds_per_step(recipe, args.minutes * OF_MEASURING) for recipe in recipes)
     steps = int(60 * args.minutes * OF_TRAINING / seconds)
@@ -80,7 +80,7 @@ def number_of_steps(args, recipes: list[Recipe]) -> int:
 
 
 def held_out(run: Pretraining) -> dict:
-    """What a run has come to on the text that it did not see."""
+    """Return the results of a run on the held-out text."""
     records = read_metrics(run.metrics.path)
     errors = [record.get("validation/bits_per_byte_error") for record in records if "validation/loss" in record]
     return {
@@ -138,7 +138,7 @@ def report(output: Path) -> str:
 
 
 def in_words(result: dict, flops: dict) -> str:
-    """The depth of the looped model whose operations are those of the plain one, beside it."""
+    """Compare the plain model with the looped one at the depth whose operations are nearest to the plain model's."""
     depths = [depth for name, depth in flops if name == "looped"]
     depth = min(depths, key=lambda depth: abs(flops["looped", depth] - flops["plain", 1]))
     looped, plain = result["looped"], result["plain"]

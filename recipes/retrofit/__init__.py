@@ -1,1 +1,1 @@
-"""Dense models that are made to loop: recipes, and the small one that a CPU trains."""
+"""Recipes that turn dense models into looped ones, and a small example that a CPU trains."""

@@ -21,7 +21,7 @@ TINY = Path(__file__).parent / "tiny"
 
 
 def trained(recipe: Recipe) -> tuple[dict[int, float], dict[int, float]]:
-    """Held-out losses of a run before its first step and after its last."""
+    """Train a run; return its held-out losses before the first step and after the last."""
     run = Pretraining(recipe)
     before = validate(run.accelerator, run.model, run.config, recipe, run.data.validation)
     run.train()

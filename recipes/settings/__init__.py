@@ -1,1 +1,1 @@
-"""What a recipe or a sweep says: read from YAML, with the range of every number, and what goes with what."""
+"""Recipes and sweeps: read from YAML, with the range of every number and the settings that exclude each other."""

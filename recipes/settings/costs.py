@@ -1,4 +1,4 @@
-"""What a recipe would cost: parameters, tokens and operations by the papers' formulas."""
+"""The costs of a recipe: parameters, tokens and operations by the papers' formulas."""
 
 import math
 
@@ -73,7 +73,7 @@ def on_cluster(recipe: Recipe, cluster: Cluster) -> list[Line]:
 
 
 def cluster_of(**said: float | None) -> Cluster | None:
-    """said: fields of a cluster, None for what is assumed."""
+    """Return the cluster of the options, None without any. said: its fields; None keeps the assumed value."""
     known = {name: value for name, value in said.items() if value is not None}
     for name, value in known.items():
         if "gpus" not in known:

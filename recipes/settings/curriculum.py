@@ -1,4 +1,4 @@
-"""A mean depth, and loops with gradients, that grow over the first steps of a run."""
+"""The growth of the mean depth, and of the loops with gradients, over the first steps of a run."""
 
 import math
 
@@ -6,12 +6,12 @@ import math
 def curriculum(
     shape: str, target: str, ramp_steps: int, step: int, mean: float, backprop_loops: int | None
 ) -> tuple[float, int | None]:
-    """The mean depth and the number of loops with gradients at `step`, on the way to `mean` and `backprop_loops`.
+    """Return the mean depth and the number of loops with gradients at `step`, which grow to `mean`, `backprop_loops`.
 
-    A depth is made of t loops without gradients and s with (Parcae). Up to `ramp_steps` those that `target` names,
-    t ("forward"), s ("backward") or both, are ceil(f t) and max(1, ceil(f s)), where with p = step / ramp_steps
-    f = p ("linear") or f = 1 - sqrt(1 - p) ("sqrt"). With "total" the mean is max(1, ceil(f (t + s))), and as many
-    loops of it as there are up to s have gradients (retrofitted recurrence).
+    A depth consists of t loops without gradients and s loops with gradients (Parcae). Before `ramp_steps`, `target`
+    reduces t ("forward"), s ("backward") or both to ceil(f t) and max(1, ceil(f s)), where p = step / ramp_steps and
+    f = p ("linear") or f = 1 - sqrt(1 - p) ("sqrt"). With "total" the mean is max(1, ceil(f (t + s))), and the last s
+    of these loops, or all if they are fewer, have gradients (retrofitted recurrence).
     """
     if step >= ramp_steps:
         return mean, backprop_loops

@@ -1,4 +1,4 @@
-"""How long a run would take and how much memory, as far as formulas tell."""
+"""Estimates of the time and the memory of a run, by formulas."""
 
 from collections.abc import Callable
 
@@ -14,13 +14,13 @@ from .operations import drawn_depth
 from .recipe import Recipe
 
 
-UTILISATION = 0.4  # assumed: the part of a processor's operations per second that training reaches
-FLOAT = 4  # bytes: weights, gradients and moments are fp32; activations too, or half of it under bf16
+UTILISATION = 0.4  # assumed: the share of a processor's operations per second that training reaches
+FLOAT = 4  # bytes: weights, gradients and moments are fp32; activations too, or half this size under bf16
 GPU = "H100"
 
 
 def estimates(recipe: Recipe, training_flops: float | None) -> dict[str, str]:
-    """What `recipe.plan` says beside its counts."""
+    """Return the time and memory that `recipes.plan` prints besides its counts."""
     found = {}
     if training_flops is not None:
         rate, name = own_rate()
@@ -42,11 +42,11 @@ def own_rate() -> tuple[float, str]:
 
 
 def memory(recipe: Recipe, config: LoopedConfig) -> dict[str, float]:
-    """Bytes of each kind, of one process that shards nothing."""
+    """Return the bytes of each kind of memory, for one process that shards nothing."""
     n, only_gate = sizes(config), recipe.training.freeze_all_but_gate
-    trained = 0 if only_gate else n.total  # a gate is next to nothing
+    trained = 0 if only_gate else n.total  # the size of a gate is negligible
     of_blocks = n.total - n.embedding - n.value_tables - (0 if config.tie_word_embeddings else n.head)
-    one_moment = of_blocks if trained and recipe.optimizer.name in ("muon", "normuon") else 0  # AdamW has two
+    one_moment = of_blocks if trained and recipe.optimizer.name in ("muon", "normuon") else 0  # AdamW keeps two
     rows = recipe.training.micro_batch_size
     activations = rows * recipe.data.sequence_length * (config.vocab_size + kept_by_layers(recipe, config))
     return {
@@ -58,8 +58,9 @@ def memory(recipe: Recipe, config: LoopedConfig) -> dict[str, float]:
 
 
 def kept_by_layers(recipe: Recipe, config: LoopedConfig, of_layer: Callable = numbers_in_fp32) -> float:
-    """What is kept of a token for the backward pass, without logits: by every layer that is applied with gradients,
-    or, where the gate alone is trained, the states that it reads. of_layer: in numbers or in bytes."""
+    """Return the size of what the backward pass needs of a token, without logits: the activations of every layer that
+    is applied with gradients, or, if only the gate is trained, the states that it reads. of_layer: the size of one
+    layer, in numbers or in bytes."""
     mean, window = recipe.mean_depth(config), recipe.backprop_loops(config)
     depth = drawn_depth(recipe, mean, window)
     if recipe.training.freeze_all_but_gate or config.loop_loss == "gate":

@@ -1,11 +1,11 @@
-"""Keys as other training codes spell them, and keys in a section that is not theirs: where recipes have them."""
+"""Find the place in a recipe of a key that other training codes spell differently, or that is in the wrong section."""
 
 from dataclasses import fields
 
 from .sections import SECTIONS
 
 
-HERE = {  # by the key of this place, those of transformers' Trainer, nanoGPT, torchtitan, litgpt
+HERE = {  # for each key of a recipe, the keys of transformers' Trainer, nanoGPT, torchtitan and litgpt
     "data.source": "dataset dataset_name dataset_path train_file train_data_dir",
     "data.sequence_length": "max_seq_length max_seq_len max_length seq_len block_size context_length",
     "optimizer.name": "optim optimizer",
@@ -35,6 +35,6 @@ PLACES = {key: place for place, keys in HERE.items() for key in keys.split()}
 
 
 def place_of(key: str) -> str | None:
-    """Where a recipe says what this key says elsewhere, or in another section, if one alone has it."""
+    """Return the place in a recipe of a foreign key, or of a key that exactly one section has; None if unknown."""
     sections = [name for name, section in SECTIONS.items() if key in {field.name for field in fields(section)}]
     return f"{sections[0]}.{key}" if len(sections) == 1 else PLACES.get(key)

@@ -1,4 +1,4 @@
-"""What `--help` says of recipes, read from the source of their sections: an import of the model takes seconds."""
+"""The `--help` text on recipes, read from the source of their sections, because importing the model takes seconds."""
 
 import ast
 import io
@@ -16,7 +16,7 @@ WIDTH = 110
 
 
 def help_of_recipes(about: str, arguments: list[str]) -> str:
-    """What the command does, and all that a recipe may say; or, with `model` among the arguments, that section."""
+    """Return `about` and all keys of a recipe; or, with `model` among the arguments, the keys of that section."""
     if "model" in arguments:
         return model_fields()
     keys = [f"{name}\n{keys_of(section)}" for name, section in meanings().items()]
@@ -49,7 +49,7 @@ def keys_of(meanings: dict[str, tuple[str, str]]) -> str:
 
 
 def meanings() -> dict[str, dict[str, tuple[str, str]]]:
-    """{section: {key: (default, meaning)}}; the meaning is the comment beside or above the key."""
+    """Return {section: {key: (default, meaning)}}; the meaning is the comment beside or above the key."""
     text = Path(sections.__file__).read_text(encoding="utf-8")
     lines, names = text.splitlines(), {section.__name__: name for name, section in sections.SECTIONS.items()}
     found = {}
@@ -61,7 +61,7 @@ def meanings() -> dict[str, dict[str, tuple[str, str]]]:
 
 
 def default_of(key: ast.AnnAssign) -> str:
-    """The default of a key as a recipe would say it."""
+    """Return the default of a key as a recipe would write it."""
     value = key.value
     if isinstance(value, ast.Call):  # field(default_factory=lambda: [...])
         factory = value.keywords[0].value
@@ -71,7 +71,7 @@ def default_of(key: ast.AnnAssign) -> str:
 
 
 def meaning_of(key: ast.AnnAssign, lines: list[str]) -> str:
-    """The choices of a key, and the comments above and beside it. lines: those of the file."""
+    """Return the choices of a key, and the comments above and beside it. lines: the lines of the file."""
     first = key.lineno - 1
     while lines[first - 1].strip().startswith("#"):
         first -= 1

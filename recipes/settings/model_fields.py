@@ -1,6 +1,6 @@
-"""What the section `model` of a recipe may hold: fields of LoopedConfig that do something in training.
+"""Check the section `model` of a recipe, which may hold the fields of LoopedConfig that have an effect in training.
 
-Sizes are looked at before a config is made, so that a slip of the pen costs no memory and no time.
+Sizes are checked before a config is made, so that a typing error costs no memory and no time.
 """
 
 from transformers.modeling_rope_utils import RopeParameters
@@ -13,9 +13,9 @@ from .sections import RecipeError
 from .yaml_files import refuse_unknown, shortly
 
 
-LARGEST_NUMBER = 1e9  # of any field
+LARGEST_NUMBER = 1e9  # in any field
 MOST_LAYERS = 512
-MOST_SLOTS = 2**14  # slots of keys and values, layers times loops: so many are still made within a second
+MOST_SLOTS = 2**14  # slots of keys and values, layers times loops: this many are still created within a second
 LARGEST = {
     "vocab_size": 2**24,
     "hidden_size": 2**17,
@@ -47,7 +47,7 @@ def has_rotary_layer(config: LoopedConfig) -> bool:
 
 
 def has_weighted_norm(config: LoopedConfig) -> bool:
-    """Norms of blocks have weights if any do; those of queries and keys have weights of their own."""
+    """Return whether any norm has a weight: those of blocks (norm_affine), or those of queries and keys (qk_norm)."""
     return config.norm_affine or config.qk_norm in ("learned", "all_heads")
 
 
@@ -90,7 +90,7 @@ def check_model_fields(fields: dict, where: str):
         refuse_foreign(name, where)
         if name in LARGEST and isinstance(value, (int, float)) and not value <= LARGEST[name]:
             raise RecipeError(f"{where}: model.{name} must be at most {LARGEST[name]}, got {shortly(value)}")
-        if isinstance(value, (int, float)) and not abs(value) <= LARGEST_NUMBER:  # NaN is not either
+        if isinstance(value, (int, float)) and not abs(value) <= LARGEST_NUMBER:  # NaN fails this too
             raise RecipeError(
                 f"{where}: model.{name} must be a number of at most {LARGEST_NUMBER:g}, got {shortly(value)}"
             )
@@ -106,7 +106,7 @@ def check_model_fields(fields: dict, where: str):
 
 
 def refuse_foreign(name: str, where: str):
-    """An error for a field of the config that a recipe has no say in."""
+    """Refuse a field of the config that a recipe cannot set."""
     if name in SET_BY_TOKENIZER:
         raise RecipeError(f"{where}: model.{name} would have no effect, the tokenizer says it: leave it out")
     if name in OF_OTHER_USES or name not in (*OWN_FIELDS, "preset"):

@@ -1,5 +1,5 @@
-"""How many steps a run has, and its floating-point operations, by the papers' formulas (common/flops.py) at the depths
-that its recipe draws."""
+"""The number of steps of a run, and its floating-point operations, by the papers' formulas (common/flops.py) at the
+depths that the recipe draws."""
 
 import math
 from functools import cache
@@ -11,7 +11,7 @@ from modeling_looped import LoopedConfig, depths_of_step
 from .recipe import Recipe, RecipeError
 
 
-DRAWS = 4096  # of which the mean depth is taken where no formula gives it
+DRAWS = 4096  # depths whose mean is used where no formula gives the mean depth
 
 
 class UnknownEpoch(RecipeError):
@@ -23,10 +23,10 @@ class Operations:
         self.recipe, self.config = recipe, config
         self.tokens_per_step = recipe.training.rows_per_step * recipe.data.sequence_length
         self.ramp = recipe.depth.curriculum_steps or 0  # steps in which depths grow
-        self.at_depth = cache(self.at_depth)  # for this recipe and config: few depths are asked for, again and again
+        self.at_depth = cache(self.at_depth)  # few depths are needed, each many times
 
     def num_steps(self, num_rows: int | None) -> int:
-        """Steps of the run, from whichever setting says its length. num_rows: rows of an epoch, if they are known."""
+        """Return the steps of the run, from the setting of its length. num_rows: rows of an epoch, if known."""
         training = self.recipe.training
         if training.steps is not None:
             return training.steps
@@ -46,7 +46,7 @@ class Operations:
         raise RecipeError("say how long to train: training.steps, tokens, flops, tokens_per_parameter or epochs")
 
     def per_token(self, step: int | None = None, value_tables: bool = False) -> float:
-        """Training operations for one token at a step; by default after the steps in which depths grow."""
+        """Return the training operations for one token at a step; by default after the steps in which depths grow."""
         mean, window = self.recipe.depths_at(self.config, self.ramp if step is None else min(step, self.ramp))
         return self.at_depth(mean, window, value_tables)
 
@@ -61,13 +61,13 @@ class Operations:
         )
 
     def of_run(self, steps: int, value_tables: bool = False) -> float:
-        """Training operations of a run of so many steps."""
+        """Return the training operations of a run of `steps` steps."""
         growing = min(steps, self.ramp)
         sum_per_token = sum(self.per_token(step, value_tables) for step in range(growing))
         return self.tokens_per_step * (sum_per_token + (steps - growing) * self.per_token(value_tables=value_tables))
 
     def steps_within(self, flops: float) -> int:
-        """Steps that take so many training operations, rounded to the nearest."""
+        """Return the number of steps that take `flops` training operations, rounded to the nearest."""
         steps, left = 0, flops / self.tokens_per_step
         while steps < self.ramp and left > 0:
             left -= self.per_token(steps)
@@ -76,8 +76,8 @@ class Operations:
 
 
 def drawn_depth(recipe: Recipe, mean: float, window: int | None) -> float:
-    """The mean depth by which operations are counted: the papers' `mean`, but Huginn's sampler adds a loop, and a
-    maximum cuts. A Poisson's zeros, which are run as one loop, add exp(-mean) more, which the papers do not count."""
+    """Return the mean depth for counting operations: the papers' `mean`, plus one loop for Huginn's sampler; with a
+    maximum, the mean of draws. Poisson zeros run as one loop, which adds exp(-mean); the papers do not count it."""
     depth = recipe.depth
     if depth.maximum is None:
         return mean + (depth.sampler == "poisson_lognormal")

@@ -1,4 +1,4 @@
-"""Paths as people write them: `~` is their home, everywhere."""
+"""Paths in recipes and commands: `~` is the home folder, and recipes of this package are found by name."""
 
 import difflib
 import os
@@ -9,7 +9,7 @@ INSTALLED = Path(__file__).resolve().parents[1]  # the recipes that come with th
 
 
 def expanded(path: str | Path) -> Path:
-    """`path` with the home folder that a leading `~` or `~name` stands for."""
+    """Return `path` with a leading `~` or `~name` replaced by that home folder."""
     whole = os.path.expanduser(path)
     if whole.startswith("~"):
         raise ValueError(
@@ -20,26 +20,26 @@ def expanded(path: str | Path) -> Path:
 
 
 def recipe_file(path: str | Path) -> Path:
-    """`path`; or, where it is not there, the recipe of that name that comes with this package."""
+    """Return `path`; or, if it does not exist, the recipe of that name that comes with this package."""
     path = expanded(path)
     return path if path.exists() else installed(path) or path
 
 
 def named_in(file: Path, name: str) -> Path:
-    """The recipe that a file names: beside it, or one of this package, from whatever folder the file is read."""
+    """Return the recipe that a file names: beside the file, or in this package, whatever the current folder is."""
     near = file.parent / expanded(name)
     return near if near.exists() else installed(expanded(name)) or near
 
 
 def installed(path: Path) -> Path | None:
-    """The file of that name that comes with this package, with or without recipes/ before it."""
+    """Return the file of that name that comes with this package, with or without recipes/ before it."""
     parts = path.parts[1:] if path.parts[:1] == ("recipes",) else path.parts
     own = INSTALLED.joinpath(*parts)
     return own if own.is_file() else None
 
 
 def installed_recipes() -> list[str]:
-    """The names under which they are found. The files in accelerate/ are settings of launches, not recipes."""
+    """Return the names of this package's recipes. The files in accelerate/ are settings of launches, not recipes."""
     return [name for name in installed_files() if not name.startswith("accelerate/") and ".sweep." not in name]
 
 
@@ -52,7 +52,7 @@ def installed_files() -> list[str]:
 
 
 def similar_recipe(path: Path, kind: str) -> str | None:
-    """The recipe or sweep of this package that whoever typed `path` may have meant."""
+    """Return the recipe or sweep of this package that `path` may have meant; None if none is similar."""
     ending = ".sweep.yaml" if kind == "sweep" else ".yaml"
     files = installed_sweeps() if kind == "sweep" else installed_recipes()
     known = [name.removesuffix(ending) for name in files]

@@ -1,7 +1,7 @@
-"""The range of every number in a recipe, and what its texts must not be.
+"""The range of every number in a recipe, and checks of its texts.
 
-Upper ends are far beyond what anyone trains: they keep a slip of the pen from filling the memory, or from looking as
-if a run had begun.
+Upper limits are far beyond any real training: they stop a typing error from filling the memory, or from hanging as if
+a run had begun.
 """
 
 import dataclasses
@@ -16,8 +16,8 @@ MOST_STEPS, MOST_DEPTH, MOST_TOKENS = 10**12, 4096, 1e18
 
 
 class Range(NamedTuple):
-    """The numbers from `low` to `high`. above: without `low` itself. words: the error of a number outside, if not made
-    from the ends."""
+    """The numbers from `low` to `high`. above: `low` itself is outside. words: the error for a number outside; by
+    default it is made from the limits."""
 
     low: float
     high: float
@@ -25,7 +25,7 @@ class Range(NamedTuple):
     words: str | None = None
 
     def problem(self, value: float) -> str | None:
-        """What is wrong with a number outside; None for one inside. NaN is outside."""
+        """Return what is wrong with a number outside the range; None for one inside. NaN is outside."""
         is_above_low = self.low < value if self.above else self.low <= value
         if is_above_low and value <= self.high:
             return None
@@ -93,7 +93,7 @@ RANGES: dict[str, dict[str, Range]] = {
         "tokens_per_parameter": Range(0, 1e9, above=True),
         "rows_per_step": Range(1, 2**20),
         "micro_batch_size": Range(1, 2**20),
-        "taper_start": Range(-100, 100),  # relations.py: both within the run, and in this order
+        "taper_start": Range(-100, 100),  # relations.py: 0 <= start < end <= 1
         "taper_end": Range(-100, 100),
         "save_every": STEPS,
         "keep_last": Range(1, 10**6),
@@ -116,7 +116,7 @@ FREE_TEXTS = ("joined_by", "document_start", "start_token")
 
 
 def check_ranges(section: str, settings, where: str):
-    """The numbers and texts of one section."""
+    """Check the numbers and texts of one section."""
     for field in dataclasses.fields(settings):
         name, value = field.name, getattr(settings, field.name)
         for item in value if isinstance(value, list) else [value]:

@@ -1,8 +1,8 @@
-"""A recipe: read from YAML and `section.key=value` arguments into one dataclass per section (sections.py), checked.
+"""Recipes: YAML and `section.key=value` arguments, read into one dataclass per section (sections.py) and checked.
 
-The YAML holds only what differs from the defaults of sections.py, and may start from another recipe with `extends:
-other.yaml`. An unknown key is an error that names the nearest known one. `model` holds a preset name and fields of
-`LoopedConfig`.
+The YAML holds only values that differ from the defaults of sections.py, and may start from another recipe with
+`extends: other.yaml`. An unknown key is an error that names the nearest known one. `model` holds a preset name and
+fields of `LoopedConfig`.
 """
 
 import dataclasses
@@ -66,9 +66,9 @@ class Recipe:
     logging: LoggingConfig = field(default_factory=LoggingConfig)
 
     def model_config(self, **overrides) -> LoopedConfig:
-        """The model's config; `overrides` hold what only the tokenizer knows (vocab_size and special tokens).
+        """Return the model's config; `overrides` hold what only the tokenizer knows (vocab_size and special tokens).
 
-        Of a model to start from that is not on this machine, the sizes that the recipe says are believed.
+        If the model to start from is not on this machine, the sizes in the recipe are used.
         """
         fields = {**self.model, **overrides}
         preset = fields.pop("preset", None)
@@ -78,13 +78,13 @@ class Recipe:
             if self.start_is_here:
                 return LoopedConfig.from_pretrained(self.start, **self.changes_to_start())
             return LoopedConfig(**fields) if preset is None else LoopedConfig.from_preset(preset, **fields)
-        # transformers' own checks of what it knows, such as kinds of rotary positions, raise others than ValueError
+        # transformers' checks, such as those of kinds of rotary positions, raise other errors than ValueError
         except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
             raise RecipeError(f"section 'model': {' '.join(str(error).split())}") from error
 
     @property
     def start(self) -> str | None:
-        """The folder or name of the model that the run begins with, if it is not a new one."""
+        """Return the folder or name of the model that the run begins with; None for a new model."""
         return self.training.initialize_from if self.dense.path is None else self.dense.path
 
     @property
@@ -92,14 +92,14 @@ class Recipe:
         return self.start is not None and (Path(self.start) / "config.json").is_file()
 
     def changes_to_start(self) -> dict:
-        """Fields that change a saved model, e.g. its loss."""
+        """Return the fields that change a saved model, e.g. its loss."""
         changes = {key: value for key, value in self.model.items() if key != "preset"}
-        if "num_loops" in changes:  # the depth of this training, also where that before had another
+        if "num_loops" in changes:  # the depth of this training, even if an earlier one had another
             changes["trained_num_loops"] = changes["num_loops"]
         return changes
 
     def dense_options(self) -> dict:
-        """What `from_dense` takes, but the path."""
+        """Return the arguments of `from_dense`, except the path."""
         options = {key: value for key, value in self.model.items() if key != "preset"}
         return {**options, "layers": self.dense.layers, "core_init": self.dense.core_init}
 
@@ -116,11 +116,11 @@ class Recipe:
         return self.depth.backprop_loops
 
     def depths_at(self, config: LoopedConfig, step: int) -> tuple[float, int | None]:
-        """The mean depth at a step, and the number of loops with gradients."""
+        """Return the mean depth at a step, and the number of loops with gradients."""
         settings, mean, window = self.depth, self.mean_depth(config), self.backprop_loops(config)
         if settings.curriculum is None:
             return mean, window
-        assert settings.curriculum_steps is not None  # as checked
+        assert settings.curriculum_steps is not None  # see check_curriculum
         return curriculum(
             settings.curriculum, settings.curriculum_target, settings.curriculum_steps, step, mean, window
         )
@@ -130,7 +130,7 @@ class Recipe:
 
     def save(self, path: str | Path):
         content = self.to_dict()
-        if self.optimizer.decay_product is not None:  # the weight decay follows from it, also at another rate
+        if self.optimizer.decay_product is not None:  # it determines weight_decay, also at another rate
             del content["optimizer"]["weight_decay"]
         write_whole(path, yaml.safe_dump(content, sort_keys=False))
 
@@ -141,9 +141,9 @@ def load_recipe(
     changes: dict[str, typing.Any] | None = None,
     finished: bool = False,
 ) -> Recipe:
-    """A recipe from YAML, changed by `changes` and then by overrides: section.key=value, where values are YAML too.
+    """Read a recipe from YAML, changed by `changes` and then by overrides: section.key=value, where values are YAML.
 
-    finished: the recipe is that of a run that is done; settings without effect are accepted, since older versions did.
+    finished: the recipe of a finished run; settings without effect are accepted, because older versions accepted them.
     """
     raw = _read(path)
     if raw.keys() & {"grid", "runs"}:
@@ -159,12 +159,12 @@ def load_recipe(
 
 
 def recipe_of_run(run: str | Path) -> Recipe:
-    """Of a run that is done. Its relative paths are those of the folder in which its output_dir is the run, where
-    they are not there in this one."""
+    """Read the recipe of a finished run. Relative paths that do not exist here are looked up in the folder from which
+    the run was launched: the one in which `output_dir` leads to the run."""
     recipe, run = load_recipe(Path(run) / "recipe.yaml", finished=True), Path(run).resolve()
     output = Path(recipe.training.output_dir).parts
     launched_in = Path(*run.parts[: -len(output)])
-    if run.parts[-len(output) :] != output:  # another place than it was trained in
+    if run.parts[-len(output) :] != output:  # the run was moved
         return recipe
     for section, names in PATHS.items():
         for name in names:
@@ -225,7 +225,7 @@ def _expand_paths(recipe: Recipe, where: str):
 
 
 def _read(path: str | Path, seen: tuple[Path, ...] = ()) -> dict:
-    """The sections of a recipe over those of the recipe that it extends; an empty section changes nothing."""
+    """Return the sections of a recipe over those of the recipe that it extends; an empty section changes nothing."""
     raw = read_yaml(path)
     path = recipe_file(path)
     if path.resolve() in seen:
@@ -248,7 +248,7 @@ def _read(path: str | Path, seen: tuple[Path, ...] = ()) -> dict:
 
 
 def _over(section: str, values: dict, by: dict) -> dict:
-    """A section, changed by what is said later: a length of the run then replaces the one that was said before."""
+    """Return a section changed by later settings: a length of the run replaces any length that was set before."""
     if section == "training" and any(by.get(name) is not None for name in LENGTHS):
         values = {name: value for name, value in values.items() if name not in LENGTHS}
     return {**values, **by}
@@ -269,7 +269,7 @@ DECIMAL = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", re.ASCII)
 
 
 def as_number(value):
-    """A number for a text such as 3e-4, which YAML does not read as one; other values as they are."""
+    """Return a number for a text such as 3e-4, which YAML does not read as one; return other values unchanged."""
     if isinstance(value, str) and len(value) < 100 and DECIMAL.fullmatch(value):
         return float(value)
     return value

@@ -1,4 +1,4 @@
-"""Which settings of a recipe exclude each other, need each other, or have no effect beside the others."""
+"""Refuse settings of a recipe that exclude each other, need each other, or have no effect with the others."""
 
 import dataclasses
 import re
@@ -17,7 +17,7 @@ from .sections import (
 )
 
 
-# tokenizers that are trained on the documents, with their least vocabulary: special tokens, and single bytes of bpe
+# tokenizers trained on the documents, with their least vocabulary: special tokens, and for bpe all single bytes
 TRAINED_TOKENIZERS = {"bpe": 259, "word": 5, "symbols": 5}
 MUON = [field.name for field in dataclasses.fields(OptimizerConfig) if field.name.startswith("muon_")]
 
@@ -26,7 +26,7 @@ MUON = [field.name for field in dataclasses.fields(OptimizerConfig) if field.nam
 
 
 def refuse_idle(recipe, where: str):
-    """An error if a setting differs from its default although others leave it without effect."""
+    """Refuse a setting that differs from its default although other settings leave it without effect."""
     for section, names, reason in idle(recipe):
         defaults = SECTIONS[section]()
         given = getattr(recipe, section)
@@ -38,14 +38,14 @@ def refuse_idle(recipe, where: str):
 
 
 def as_yaml(value) -> str:
-    """In one line."""
+    """Return a value as YAML, in one line."""
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else " ".join(str(value).split())
 
 
 def idle(recipe) -> Iterator[tuple[str, list[str], str]]:
-    """(section, settings that have no effect, why)"""
+    """Yield (section, settings that have no effect, reason)."""
     if recipe.dense.path is None:
         yield "dense", ["layers", "core_init"], "no dense.path"
     yield from idle_data(recipe.data)
@@ -140,7 +140,7 @@ def check_relations(recipe, where: str):
 
 
 def check_dense(recipe, dense: DenseConfig, where: str):
-    """The dense model brings its sizes and its tokens along; what is made of it, the recipe says."""
+    """Refuse settings that conflict with a dense model: it sets sizes and tokens, the recipe sets the loops."""
     if recipe.training.initialize_from is not None:
         raise RecipeError(
             f"{where}: dense.path={dense.path!r} and training.initialize_from="
@@ -168,7 +168,7 @@ def check_optimizer(optimizer: OptimizerConfig, where: str):
 
 
 def decay_of_product(optimizer: OptimizerConfig) -> float:
-    """The weight decay that `decay_product` stands for."""
+    """Return the weight decay that `decay_product` stands for."""
     return optimizer.decay_product / optimizer.lr
 
 
@@ -211,7 +211,7 @@ def check_data(data: DataConfig, where: str):
 
 
 def check_tokens(data: DataConfig, where: str):
-    """What goes with a column of token ids, of data that is tokenised already."""
+    """Refuse settings that do not go with a column of token ids (data that is tokenised already)."""
     if data.tokenizer in TRAINED_TOKENIZERS:
         raise RecipeError(
             f"{where}: data.token_field={data.token_field!r} holds tokens already, but data.tokenizer="
@@ -226,7 +226,7 @@ def check_tokens(data: DataConfig, where: str):
 
 
 def check_joined(data: DataConfig, where: str):
-    """What goes with `joined_by`: rows that are one text have no documents to hold out, to mask, or to pack."""
+    """Refuse settings that do not go with `joined_by`: one joined text has no documents to hold out, mask or pack."""
     if data.joined_by is None:
         return
     if not data.joined_by.isspace():
@@ -286,7 +286,7 @@ def check_training(training: TrainingConfig, where: str):
 
 
 def check_kernels(recipe, where: str):
-    """A recorded CUDA graph has one shape, and GPUs multiply in float8 only where sizes are multiples of 16."""
+    """Check shapes: a CUDA graph has one shape, and GPUs multiply in float8 only if sizes are multiples of 16."""
     length = recipe.data.sequence_length
     if recipe.training.float8 is not None and length % 16:
         raise RecipeError(
@@ -301,7 +301,7 @@ def check_kernels(recipe, where: str):
 
 
 def check_schedule(schedule: ScheduleConfig, total_steps: int):
-    """Warm-up and decay fit into a run of so many steps."""
+    """Refuse warm-up and decay that do not fit into a run of `total_steps` steps."""
     decay_steps = decay_steps_of(schedule, total_steps)
     if schedule.warmup_steps + decay_steps > total_steps:
         raise RecipeError(

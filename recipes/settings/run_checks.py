@@ -1,4 +1,4 @@
-"""What is refused of a run before its data are prepared: the same by `looped plan` and by a launch."""
+"""Checks of a run before its data are prepared; `looped plan` and a launch make the same checks."""
 
 import math
 import tempfile
@@ -15,14 +15,14 @@ from .relations import TRAINED_TOKENIZERS, check_schedule
 
 
 def check_run(recipe: Recipe) -> LoopedConfig:
-    """The model's config; an error if the recipe alone shows that it can not be run."""
+    """Return the model's config; refuse a recipe of which it is known without data that it can not be run."""
     config = recipe.model_config()
     check_model(recipe.model, config)
     try:
         sizes(config)
-    except Exception as error:  # torch and transformers each have their own
+    except Exception as error:  # torch and transformers raise different kinds
         raise RecipeError(f"section 'model' can not be built: {' '.join(str(error).split())}") from error
-    if recipe.training.initialize_from is None or recipe.start_is_here:  # else the saved model may say otherwise
+    if recipe.training.initialize_from is None or recipe.start_is_here:  # else the saved model may differ
         check_against_model(recipe, config)
     if recipe.start_is_here:
         check_positions(recipe, config)
@@ -44,7 +44,7 @@ def check_run(recipe: Recipe) -> LoopedConfig:
 
 
 def check_positions(recipe: Recipe, config: LoopedConfig):
-    """Of a model that is there already; a new one has as many as its rows are long."""
+    """Refuse rows longer than the positions of an existing model; a new model has as many as its rows are long."""
     length, positions = recipe.data.sequence_length, config.max_position_embeddings
     if length > positions:
         raise RecipeError(
@@ -54,7 +54,7 @@ def check_positions(recipe: Recipe, config: LoopedConfig):
 
 
 def steps_of(recipe: Recipe, config: LoopedConfig) -> int | None:
-    """Steps of the run; None where only the prepared data can tell."""
+    """Return the steps of the run; None if only the prepared data can tell."""
     try:
         return Operations(recipe, config).num_steps(recipe.data.expected_rows())
     except UnknownEpoch:
@@ -62,7 +62,7 @@ def steps_of(recipe: Recipe, config: LoopedConfig) -> int | None:
 
 
 def note_on_windows(recipe: Recipe, config: LoopedConfig) -> str | None:
-    """What to say of windows that no row of this run is longer than: it trains full attention."""
+    """Return a note if no row of this run is longer than the window: the run then trains full attention."""
     length = recipe.data.sequence_length
     if not config.has_windows or config.sliding_window < length:
         return None
@@ -73,7 +73,7 @@ def note_on_windows(recipe: Recipe, config: LoopedConfig) -> str | None:
 
 
 def check_within(recipe: Recipe, steps: int):
-    """An error for settings that name a step which the run does not reach."""
+    """Refuse settings that name a step which the run does not reach."""
     logging = recipe.logging
     for name in ("stop_after", "export_every"):
         value = getattr(recipe.training, name)
@@ -89,7 +89,7 @@ def check_within(recipe: Recipe, steps: int):
 
 
 def check_against_model(recipe: Recipe, config: LoopedConfig):
-    """An error for settings outside of `model` that have no effect with this model, or do not fit it."""
+    """Refuse settings outside of `model` that have no effect with this model, or do not fit it."""
     optimizer, training, data = recipe.optimizer, recipe.training, recipe.data
     needs = {
         "training.freeze_all_but_gate": (
@@ -114,7 +114,7 @@ def check_against_model(recipe: Recipe, config: LoopedConfig):
             "model.readout_norm 'taper'",
         ),
     }
-    if training.freeze_all_but_gate:  # matrices of blocks, embedding and head stay as they are
+    if training.freeze_all_but_gate:  # matrices of blocks, embedding and head are not trained
         unfrozen = "all weights, not training.freeze_all_but_gate"
         needs |= {
             "optimizer.embedding_lr": (optimizer.embedding_lr is None, False, unfrozen),
@@ -133,7 +133,7 @@ def check_against_model(recipe: Recipe, config: LoopedConfig):
 
 
 def check_depths(recipe: Recipe, config: LoopedConfig):
-    """Depths can be drawn; a limit below their mean would decide most of them."""
+    """Refuse depths that can not be drawn, and a maximum below their mean: most depths would be the maximum."""
     depth, mean = recipe.depth, recipe.mean_depth(config)
     if depth.maximum is not None and depth.maximum < mean:
         raise RecipeError(f"depth.maximum={depth.maximum} is below the mean depth {mean:g}: raise it, or leave it out")
@@ -155,8 +155,8 @@ def check_depths(recipe: Recipe, config: LoopedConfig):
 
 
 def check_keys(recipe: Recipe, config: LoopedConfig):
-    """An error if at some depth no loop with gradients computes keys and values, where loops share them: the backward
-    pass of such a step would fail."""
+    """Refuse a model that shares keys between loops if at some depth no loop with gradients computes keys and values:
+    the backward pass of such a step would fail."""
     window, mean, depth = recipe.backprop_loops(config), recipe.mean_depth(config), recipe.depth
     deepest = (depth.maximum or math.inf) if recipe.depths_vary else mean
     if window is None or window >= deepest or not config.shares_keys:
@@ -181,7 +181,7 @@ def check_recomputed(checkpointing: bool | str, config: LoopedConfig):
 
 
 def check_output(folder: Path):
-    """The folder of the run can be written, and its final/ is not something else."""
+    """Refuse a folder of the run that can not be written, or whose final/ is not a saved model."""
     try:
         existing = nearest_existing(folder.absolute())
         with tempfile.TemporaryDirectory(prefix=".looped-", dir=existing) as trial:

@@ -180,7 +180,7 @@ class LoggingConfig:
     profile_from: int = 5  # the first of them, counted from where the run begins or goes on
 
 
-LENGTHS = ("steps", "tokens", "epochs", "flops", "tokens_per_parameter")  # of a run: training has one of them
+LENGTHS = ("steps", "tokens", "epochs", "flops", "tokens_per_parameter")  # of a run: the recipe sets one of them
 SECTIONS = {
     "dense": DenseConfig,
     "data": DataConfig,

@@ -1,4 +1,4 @@
-"""What a sweep file says, checked before anything is trained: entries of settings, their names, and what to plot."""
+"""Read a sweep file and check it before anything is trained: entries of settings, their names, and what to plot."""
 
 import itertools
 import math
@@ -14,8 +14,8 @@ from .yaml_files import read_yaml, shortly
 
 MOST_RUNS = 10_000
 LONGEST_NAME = 200  # bytes; file systems take 255
-JOBS = "jobs"  # folder of what a cluster is told and says
-WRITTEN = ("results.jsonl", "results.svg", "optima.json", JOBS)  # beside the folders of the runs
+JOBS = "jobs"  # folder of the scripts and logs of a cluster's jobs
+WRITTEN = ("results.jsonl", "results.svg", "optima.json", JOBS)  # names beside the folders of the runs
 OUTPUT = "training.output_dir"
 
 
@@ -23,7 +23,7 @@ class SweepFile(NamedTuple):
     path: Path
     recipe: str
     set: dict  # settings of all runs
-    entries: list[dict]  # settings of each run; perhaps its name, and a recipe of its own
+    entries: list[dict]  # settings of each run, and optionally a name and another recipe
     plot: dict | None
 
     @property
@@ -93,7 +93,7 @@ def check_settings(place: str, settings, path: Path, named: bool):
 
 
 def refuse_swept(entries: list[dict], overrides: Sequence[str], path: Path):
-    """Overrides win over the sweep, so one of what the runs differ in would make their names untrue."""
+    """Refuse overrides of settings in which the runs differ: overrides win, so the runs' names would be wrong."""
     keys = {key for entry in entries for key in entry}
     for override in overrides:
         key = override.partition("=")[0]
@@ -126,7 +126,8 @@ def check_plot(plot, entries: list[dict], path: Path):
 
 
 def check_replicas(x: str, keys: list[str], entries: list[dict], path: Path):
-    """Runs that differ in what is not drawn, such as seeds, are replicas of one point; a fit needs all of each."""
+    """Refuse points with different numbers of replicas, which a fit can not use. Replicas are runs of one point that
+    differ only in settings that are not plotted, such as seeds."""
     curves = defaultdict(Counter)
     for entry in entries:
         curves[tuple(entry[key] for key in keys)][entry[x]] += 1
@@ -151,7 +152,7 @@ def checked_recipe(name, path: Path) -> str:
 
 
 def checked_name(name, path: Path) -> str:
-    """`name`, of a folder in the sweep's."""
+    """Return `name` if it can name a folder inside the folder of the sweep."""
     wrong = None
     if not isinstance(name, str):
         wrong = "is no text: put it in quotes"

@@ -1,6 +1,6 @@
-"""YAML as recipes and sweeps want it: a key stands once, numbers are decimal, and an error is one line with its place.
+"""YAML for recipes and sweeps: keys are unique, no number is octal or of base 60, an error is one line with its place.
 
-YAML 1.1 reads 010 as 8 and 1:30 as 90, and takes the last of two equal keys without a word.
+Plain YAML 1.1 reads 010 as 8 and 1:30 as 90, and silently takes the last of two equal keys.
 """
 
 import difflib
@@ -21,7 +21,7 @@ LARGEST_FILE = 2**20  # bytes: recipes are written by hand
 
 
 def shortly(value) -> str:
-    """`repr` of a few hundred characters at most, in one line."""
+    """Return a `repr` of at most a few hundred characters, in one line."""
     shortener = reprlib.Repr()
     shortener.maxstring = shortener.maxother = shortener.maxlong = 100
     shortener.maxlist = shortener.maxdict = 12
@@ -30,7 +30,7 @@ def shortly(value) -> str:
 
 
 def refuse_unknown(given: Iterable, known: list[str], where: str, what: str, listed: Iterable[str] | None = None):
-    """listed: those that are named where none is like it; by default all."""
+    """Refuse unknown keys. listed: the keys to name in the error if none is similar; by default all known ones."""
     for key in given:
         if key not in known:
             close, place = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5), place_of(str(key))
@@ -67,7 +67,7 @@ def _error(problem: str, node) -> yaml.MarkedYAMLError:
 
 
 def _without(*tags: str) -> dict:
-    """What plain words may stand for, less dates and times and the numbers of base 8 and 60."""
+    """Return YAML's rules for the types of unquoted words, without those for `tags`."""
     resolvers = yaml.SafeLoader.yaml_implicit_resolvers
     return {letter: [pair for pair in pairs if pair[0] not in tags] for letter, pairs in resolvers.items()}
 
@@ -89,21 +89,21 @@ StrictLoader.add_implicit_resolver(
 
 
 def parse_yaml(text: str, where: str):
-    """What a text holds; an error names `where`, the line and the column."""
+    """Return the value of a YAML text; an error names `where`, the line and the column."""
     try:
         return yaml.load(text, StrictLoader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: "
         raise RecipeError(f"{where} is not YAML: {place}{error.problem or error.context}") from None
-    # characters that YAML does not know, numbers that Python does not, values that are not what their tag says
+    # characters that YAML does not allow, numbers that Python can not parse, values that do not match their tag
     except (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError) as error:
         said = " ".join(str(error).split())
         raise RecipeError(f"{where} is not YAML: {said}; write it as text, in quotes, or correct it") from None
 
 
 def read_yaml(path: str | Path, kind: str = "recipe") -> dict:
-    """The mapping that a file holds; an empty file holds an empty one."""
+    """Return the mapping in a file; an empty file gives an empty mapping."""
     try:
         path = recipe_file(path)
         if not path.is_file():
