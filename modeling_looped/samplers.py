@@ -34,7 +34,7 @@ def poisson_depth(mean: float, least: int, generator: torch.Generator) -> int:
 
 
 def poisson_lognormal_depth(mean: float, least: int, generator: torch.Generator) -> int:
-    """Poisson(rate) + 1, rate ~ LogNormal(ln mean - sigma^2 / 2, sigma), which has mean `mean` (Huginn)."""
+    """Poisson(rate) + 1 (Huginn), where rate ~ LogNormal(ln mean - sigma^2 / 2, sigma) has mean `mean`."""
     noise = torch.randn((), generator=generator, dtype=torch.float64).item()
     rate = mean * math.exp(LOGNORMAL_SIGMA * noise - LOGNORMAL_SIGMA**2 / 2)
     return poisson(rate, generator) + 1
