@@ -523,7 +523,7 @@ def test_dropout_and_logged_norms_do_not_depend_on_the_number_of_processes(train
         timed = ("tokens_per_second", "mfu")
         expected = {key: value for key, value in before.items() if key not in timed}
         assert {key: value for key, value in after.items() if key not in timed} == pytest.approx(expected, rel=1e-4)
-    with pytest.raises(CheckpointError, match="rows_of_dropout was 2, is 4"):
+    with pytest.raises(CheckpointError, match="by whose rows dropout is drawn, was 2, is 4"):
         main([str(SMOKE / "lt.yaml"), *smoke_settings(training_text, tmp_path / "one", *more),
               "training.micro_batch_size=4"])  # fmt: skip
 
