@@ -57,10 +57,9 @@ class DepthPlan(NamedTuple):
     def first_state(self, state: torch.Tensor) -> torch.Tensor:
         """Return the sorted h_0 in the order of the batch; in rows whose first loop has no gradient it is detached, as
         H_1 is."""
-        constant = 0
-        for tick in self.ticks:
-            constant = constant if tick.has_gradient else max(constant, tick.rows)
-        if constant:
+        without_gradient = [tick.rows for tick in self.ticks if not tick.has_gradient]
+        if without_gradient:
+            constant = max(without_gradient)
             state = torch.cat([state[:constant].detach(), state[constant:]])
         return self.unsort(state)
 

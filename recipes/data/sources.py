@@ -205,13 +205,15 @@ class Source:
 
     def refuse_mixed_types(self, documents: Documents):
         """Refuse a column that mixes text and other values; the error names the first row that is not text."""
-        values = [row[self.column] for row in documents]
-        texts = sum(isinstance(value, str) for value in values)
-        others = (i for i, value in enumerate(values) if value is not None and not isinstance(value, str))
-        other = next(others, None)
+        texts, other = 0, None
+        for number, row in enumerate(documents):
+            value = row[self.column]
+            texts += isinstance(value, str)
+            if other is None and value is not None and not isinstance(value, str):
+                other = number, value
         if texts and other is not None:
             raise RecipeError(
-                f"row {other} (from 0) of {self.name!r} holds {shortly(repr(values[other]))} in column "
+                f"row {other[0]} (from 0) of {self.name!r} holds {shortly(repr(other[1]))} in column "
                 f"{self.column!r}, not text as {texts} other rows do: repair it or leave it out"
             )
 

@@ -40,7 +40,7 @@ MESH = ("dp_replicate", "dp_shard", "tp")  # the mesh dimensions that training s
 SIZES = ["WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"]
 
 
-def is_apples() -> bool:
+def has_apple_gpu() -> bool:
     device = torch.accelerator.current_accelerator()
     return device is not None and device.type == "mps"
 
@@ -54,7 +54,7 @@ def make_accelerator(find_unused_parameters: bool = False, **kwargs) -> Accelera
     ddp = DistributedDataParallelKwargs(find_unused_parameters=find_unused_parameters, gradient_as_bucket_view=True)
     _check_launcher()
     num_processes = get_int_from_env(SIZES, 1)
-    if is_apples() or num_processes > 1 and not torch.accelerator.is_available():
+    if has_apple_gpu() or num_processes > 1 and not torch.accelerator.is_available():
         kwargs["cpu"] = True
     has_mesh = is_set("ACCELERATE_USE_PARALLELISM_CONFIG")
     if has_mesh:
@@ -167,7 +167,7 @@ def bare(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
 
 
-def puts_gradients_into_other_buckets(model: nn.Module) -> bool:
+def rebuilds_buckets(model: nn.Module) -> bool:
     """Return whether DDP regroups gradients after its first backward pass in a way that changes results: the rounding
     of a sum over more than two processes depends on the buckets."""
     is_ddp = isinstance(model, nn.parallel.DistributedDataParallel)
@@ -262,10 +262,11 @@ def _check_mesh(config: ParallelismConfig, is_fsdp: bool, num_processes: int):
             "recipes/accelerate/tensor_parallel.yaml"
         )
     sizes = {f"parallelism_config_{name}_size": getattr(config, f"{name}_size") for name in MESH}
-    if num_processes > 1 and math.prod(sizes.values()) != num_processes:
+    product = math.prod(sizes.values())
+    if num_processes > 1 and product != num_processes:
         given = " times ".join(f"{name}={size}" for name, size in sizes.items())
         raise RecipeError(
-            f"{num_processes} processes were launched, but {given} is {math.prod(sizes.values())}: change the sizes "
+            f"{num_processes} processes were launched, but {given} is {product}: change the sizes "
             "in a copy of the launch file together with --num_processes"
         )
 

@@ -19,7 +19,7 @@ from modeling_looped import generator_of
 from .batches import Batches
 from .behind import Behind
 from .compiling import begin_step
-from .distributed import bare, fill_missing_gradients, puts_gradients_into_other_buckets
+from .distributed import bare, fill_missing_gradients, rebuilds_buckets
 from .interruption import Interruption
 from .monitor import Monitor, StateNorms
 from .optimizers import apply_step_settings, learning_rates, set_learning_rates
@@ -58,7 +58,7 @@ class Steps:
     def begin(self):
         """Run and discard one pass if DDP would sum gradients in the first step of a launch in another order than in
         later steps: so a resumed run sums in the same order as an uninterrupted one."""
-        if puts_gradients_into_other_buckets(self.model):
+        if rebuilds_buckets(self.model):
             begin_step(self.recipe.training.compile == "cuda_graphs")
             self.backward(0, None)
             for optimizer in self.optimizers:

@@ -188,6 +188,10 @@ class Pretraining:
         """Whether the run stops here, after a signal or at stop_after. Such a run does nothing extra except saving."""
         return bool(self.signal) or self.step >= (self.recipe.training.stop_after or self.total_steps)
 
+    @property
+    def has_steps_to_take(self) -> bool:
+        return self.step < self.total_steps and not self.leaves_off
+
     def is_due(self, every: int) -> bool:
         """Return whether the step is a multiple of `every`, or the last one."""
         return self.step % every == 0 or self.step == self.total_steps
@@ -204,15 +208,14 @@ class Pretraining:
 
     def take_steps(self, bar):
         recipe = self.recipe
+        if self.has_steps_to_take:
+            self.steps.begin()
         reports = StepReports(self.steps, self.monitor, self.progress, self.log, bar, self.operations)
         first = self.step + recipe.logging.profile_from
         profile = Profile(self.output / "profile", first, recipe.logging.profile_steps)
         if self.exports and not on_main_process((self.export_folder / "config.json").is_file, self.output):
             self.export_to(self.export_folder)  # the run stopped between its checkpoint and this export
-        if self.step < self.total_steps and not self.leaves_off:
-            self.steps.begin()
-            reports.start_clock()
-        while self.step < self.total_steps and not self.leaves_off:
+        while self.has_steps_to_take:
             with profile.of_step(self.step):
                 self.take_step(self.step, reports)
             evaluates = self.is_due(recipe.evaluation.every)
