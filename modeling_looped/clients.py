@@ -110,7 +110,7 @@ def warn_of_another_loss(config):
     if config.exit_gate != "none" and torch.distributed.is_available() and torch.distributed.is_initialized():
         logger.warning_once(
             "The exit gate of this model has no part in this training, and DistributedDataParallel fails at weights "
-            "without a gradient: freeze it (model.exit_gate.requires_grad_(False)), or pass "
+            "without a gradient: if it is not frozen yet, freeze it (model.exit_gate.requires_grad_(False)), or pass "
             "ddp_find_unused_parameters=True."
         )
     if own:
