@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+from functools import partial
 from typing import get_args
 
 import pytest
@@ -11,9 +12,17 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers import initialization as init
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from modeling_looped import ExitRule, LoopedConfig, LoopedForCausalLM, LoopedForSequenceClassification, checks
+from modeling_looped import (
+    ExitRule,
+    LoopedConfig,
+    LoopedForCausalLM,
+    LoopedForSequenceClassification,
+    SharedPasses,
+    checks,
+)
 from modeling_looped.auto_classes import AUTO_CLASSES
 from modeling_looped.config_errors import LoopedConfigError
+from modeling_looped.depth import one_or_rows
 from modeling_looped.exit_criteria import CRITERIA, INITIAL, Criterion
 from modeling_looped.injection import Injection
 from modeling_looped.layers import AttentionSite, LoopedAttention, LoopedBlock
@@ -310,6 +319,41 @@ def test_what_changes_a_module_is_seen_and_what_only_records_is_not(monkeypatch)
     assert is_changed(model.model)
     monkeypatch.setattr(type(model.model.injection), "forward", lambda self, state, embedded: state)
     assert is_changed(model.model.injection)
+
+
+def change_the_second_loop(trunk, vector):
+    def core_pass(state, embedded, loop, depth, context):
+        after = type(trunk).core_pass(trunk, state, embedded, loop, depth, context)
+        return after + vector * one_or_rows(lambda t: t == 1, loop, after.device, 3)
+
+    trunk.core_pass = core_pass
+
+
+@pytest.mark.parametrize("way", ["plain", "exits", "drafts", "shared"])
+def test_a_loop_of_ones_own_is_run_in_every_way_of_decoding(way):
+    model = tiny_model(num_loops=4)
+    ids, mask = random_ids(2, 7), torch.ones(2, 7, dtype=torch.long)
+    generate = partial(model.generate, ids, attention_mask=mask, max_new_tokens=8, do_sample=False)
+    before = generate()
+    change_the_second_loop(model.model, 3 * torch.randn(model.config.hidden_size))
+    wanted = ids
+    for _ in range(8):
+        wanted = torch.cat([wanted, model(wanted, use_cache=False).logits[:, -1:].argmax(-1)], 1)
+    assert not torch.equal(wanted, before)
+    if way == "shared":
+        with SharedPasses(model, max_rows=2) as passes:
+            found = passes.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False)
+    else:
+        options = {"exits": {"exit_criterion": "kl", "exit_threshold": 0.0}, "drafts": {"draft_loops": 2}}
+        found = generate(**options.get(way, {}))
+    assert torch.equal(found, wanted)
+
+
+def test_a_loop_of_ones_own_knows_the_loops_of_rows_of_different_depth():
+    model, ids = tiny_model(num_loops=4), random_ids(2, 7)
+    change_the_second_loop(model.model, torch.ones(model.config.hidden_size))
+    one_by_one = [model(ids[i : i + 1], num_loops=depth).logits for i, depth in enumerate((1, 3))]
+    torch.testing.assert_close(model(ids, num_loops=[1, 3]).logits, torch.cat(one_by_one))
 
 
 # Criteria
