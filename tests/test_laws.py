@@ -166,22 +166,27 @@ def test_noisy_runs_predict_held_out_ones_and_intervals_hold_the_truth():
     assert result["held_out"]["mean_percent"] == pytest.approx(100 * sum(map(abs, predicted)) / len(predicted))
 
 
-def isoflop_rows(exponent=0.4, budgets=(1e15, 4e15, 1.6e16, 6.4e16), noise=0.0):
+def isoflop_rows(exponent=0.4, budgets=(1e15, 4e15, 1.6e16, 6.4e16), noise=0.0, seed=0, spread=0.01):
     """Parabolas in log mu around mu* = 3 (C / 1e15) ** exponent, with tokens in C ** 0.78 at the optimum."""
-    draw, rows = random.Random(0), []
+    draw, rows = random.Random(seed), []
     for flops in budgets:
         best = 3 * (flops / 1e15) ** exponent
         for depth in (best / 3, best / 2, best / 1.4, best * 1.1, best * 2, best * 2.6):
             tokens = 5e6 * (flops / 1e15) ** 0.78 * (best / depth) ** 0.8
             loss = 4 - 0.1 * math.log10(flops / 1e15) + 0.05 * math.log(depth / best) ** 2 + noise * draw.gauss(0, 1)
             rows.append(
-                {"mean_depth": depth, "tokens": tokens, "flops": flops * draw.uniform(0.99, 1.01), "loss": loss}
+                {
+                    "mean_depth": depth,
+                    "tokens": tokens,
+                    "flops": flops * draw.uniform(1 - spread, 1 + spread),
+                    "loss": loss,
+                }
             )
     return [{"run": str(i), **row} for i, row in enumerate(rows)]
 
 
 def test_isoflop_optima_and_their_power_laws():
-    result = analyses.isoflop(table(isoflop_rows()), resamples=40)
+    result = analyses.isoflop(table(isoflop_rows()))
     assert [best["mean_depth"] for best in result["optima"]] == pytest.approx(
         [3 * 4 ** (0.4 * i) for i in range(4)], rel=1e-6
     )
@@ -190,9 +195,25 @@ def test_isoflop_optima_and_their_power_laws():
     )
     for name, exponent in (("mean_depth", 0.4), ("tokens", 0.78)):
         assert result["power_laws"][name]["exponent"] == pytest.approx(exponent, abs=5e-3)  # FLOPs vary by 1 %
-    noisy = analyses.isoflop(table(isoflop_rows(noise=1e-3)), resamples=100)
-    low, high = noisy["power_laws"]["mean_depth"]["interval"]
-    assert low < 0.4 < high and 0.005 < high - low < 0.3
+
+
+@pytest.mark.parametrize("noise", [1e-3, 5e-3])
+def test_intervals_of_isoflop_exponents_hold_the_truth_as_often_as_they_say(noise):
+    held = {"mean_depth": 0, "tokens": 0}
+    for seed in range(200):
+        laws = analyses.isoflop(table(isoflop_rows(noise=noise, seed=seed, spread=0.0)))["power_laws"]
+        for name, truth in (("mean_depth", 0.4), ("tokens", 0.78)):
+            low, high = laws[name]["interval"]
+            held[name] += low <= truth <= high
+    assert all(181 <= count <= 198 for count in held.values()), held  # 190, and three standard deviations of that
+
+
+def test_a_flat_parabola_is_left_out_and_not_an_overflow():
+    rows = isoflop_rows()
+    for row in rows[:6]:
+        row["loss"] = 4 - 1e-3 * math.log(row["mean_depth"]) + 1e-9 * math.log(row["mean_depth"]) ** 2
+    result = analyses.isoflop(table(rows))
+    assert len(result["optima"]) == 3 and "lies outside the runs" in result["left_out"][0]
 
 
 def with_fixed_depth(rows: list[dict], losses: dict[float, float]) -> list[dict]:

@@ -1,11 +1,12 @@
 """Fits of the laws of looping to tables of runs. Each returns its result as a dict."""
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 import torch
-
-from looped_recipes.common.measures import power_law
+from scipy.stats import norm as normal
+from scipy.stats import t as student
 
 from .fitting import Fit, FitError, bootstrap, draw_residuals, draw_runs, fit, huber, interval
 from .forms import ABOVE_FLOOR, CONDITIONING, PARAMETRIC, TEST_TIME, UNIFIED
@@ -25,69 +26,83 @@ def budgets_of(table: RunTable, tolerance: float = 0.1) -> dict[float, RunTable]
     return {group["flops"].log().mean().exp().item(): group for group in tables}
 
 
-def lowest(x: np.ndarray, loss: np.ndarray) -> tuple[float, float]:
-    """Return (x, loss) at the minimum of a parabola through loss over log x; FitError if it lies outside the runs."""
-    curve = np.polynomial.Polynomial.fit(np.log(x), loss, 2).convert()
-    _, slope, bend = curve.coef
+class Optimum(NamedTuple):
+    """The minimum of a parabola of the loss over log x."""
+
+    x: float
+    loss: float
+    spread: float  # standard error of log x, for losses whose noise has a standard deviation of 1
+    squares: float  # the sum of squared residuals
+    degrees: int  # runs less the three coefficients
+
+
+def lowest(x: np.ndarray, loss: np.ndarray) -> Optimum:
+    """Fit a parabola of the loss over log x; FitError if its minimum lies outside the runs."""
+    middle = np.log(x).mean()
+    powers = np.vander(np.log(x) - middle, 3, increasing=True)
+    coefficients = np.linalg.lstsq(powers, loss)[0]
+    _, slope, bend = coefficients
     if not bend > 0:
         raise FitError("the parabola has no minimum")
     best = -slope / (2 * bend)
-    if not np.log(x.min()) <= best <= np.log(x.max()):
-        raise FitError(f"the parabola's minimum, {math.exp(best):.4g}, lies outside the runs; add runs beyond it")
-    return math.exp(best), float(curve(best))
+    if not np.log(x.min()) <= best + middle <= np.log(x.max()):
+        where = math.exp(min(best + middle, 700.0))  # a flat parabola has its minimum at no finite number
+        raise FitError(f"the parabola's minimum, {where:.4g}, lies outside the runs; add runs beyond it")
+    by_coefficients = np.array([0.0, -1 / (2 * bend), slope / (2 * bend**2)])  # derivatives of `best`
+    spread = np.linalg.norm(np.linalg.pinv(powers).T @ by_coefficients)
+    squares = float(np.square(loss - powers @ coefficients).sum())
+    least = float(coefficients @ best ** np.arange(3))
+    return Optimum(math.exp(best + middle), least, float(spread), squares, len(x) - 3)
 
 
-def optima(budgets: dict[float, RunTable], draw=None) -> tuple[list[dict], list[str]]:
-    """Return each budget's best loops and tokens, and the reasons why other budgets have none.
-
-    draw: a random generator; the runs of each budget are then resampled with replacement.
-    """
-    found, problems = [], []
+def optima(budgets: dict[float, RunTable]) -> tuple[dict[float, dict[str, Optimum]], list[str]]:
+    """Return each budget's best loops and tokens, and the reasons why other budgets have none."""
+    found, problems = {}, []
     for flops, group in budgets.items():
-        rows = np.arange(len(group)) if draw is None else draw.integers(len(group), size=len(group))
-        loss, depth, tokens = (group[name].numpy()[rows] for name in ("loss", "mean_depth", "tokens"))
+        loss, depth, tokens = (group[name].numpy() for name in ("loss", "mean_depth", "tokens"))
         try:
-            if len(np.unique(depth)) < (4 if draw is None else 3):
+            if len(np.unique(depth)) < 4:
                 raise FitError(f"{len(np.unique(depth))} different depths; a parabola needs 4")
-            (best_depth, least), (best_tokens, _) = lowest(depth, loss), lowest(tokens, loss)
+            found[flops] = {"mean_depth": lowest(depth, loss), "tokens": lowest(tokens, loss)}
         except FitError as problem:
             problems.append(f"{flops:.3g} FLOPs left out: {problem}")
-            continue
-        found.append({"flops": flops, "mean_depth": best_depth, "tokens": best_tokens, "loss": least})
     return found, problems
 
 
-def power_laws(found: list[dict]) -> dict:
-    """Fit the best loops and the best tokens as scale * FLOPs ** exponent."""
-    flops = [best["flops"] for best in found]
-    laws = {}
-    for name in ("mean_depth", "tokens"):
-        values = [best[name] for best in found]
-        exponent = power_law(flops, values)["slope"]
-        laws[name] = {"exponent": exponent, "scale": math.exp(np.log(values).mean() - exponent * np.log(flops).mean())}
-    return laws
+def law_of_optima(of_budgets: dict[float, Optimum]) -> dict:
+    """Fit x = scale * FLOPs ** exponent to the optima. The interval of the exponent is Student's: the noise of a loss
+    is that of all runs around the parabolas of their budgets."""
+    flops, best = np.log(list(of_budgets)), list(of_budgets.values())
+    logs = np.log([optimum.x for optimum in best])
+    weights = (flops - flops.mean()) / np.square(flops - flops.mean()).sum()
+    exponent = float(weights @ logs)
+    degrees = sum(optimum.degrees for optimum in best)
+    noise = math.sqrt(sum(optimum.squares for optimum in best) / degrees)
+    reach = student.ppf(0.975, degrees) * noise * np.linalg.norm(weights * [optimum.spread for optimum in best])
+    return {
+        "exponent": exponent,
+        "scale": math.exp(logs.mean() - exponent * flops.mean()),
+        "interval": [exponent - float(reach), exponent + float(reach)],
+    }
 
 
-def isoflop(table: RunTable, resamples: int = 0, seed: int = 0) -> dict:
+def isoflop(table: RunTable) -> dict:
     """Fit parabolas through the looped runs of each budget, and measure the gain of looping over a fixed depth."""
     table = table.need("mean_depth", "tokens", "flops", "loss").at_training_depth()
     budgets = budgets_of(table)
     looped = {flops: group.where(lambda row: not is_fixed_depth(row)) for flops, group in budgets.items()}
-    looped = {flops: group for flops, group in looped.items() if len(group)}
-    found, problems = optima(looped)
+    found, problems = optima({flops: group for flops, group in looped.items() if len(group)})
     if len(found) < 3:
         raise FitError(
             "; ".join([f"a power law needs the optimum of at least 3 FLOP budgets, got {len(found)}", *problems])
         )
-    result = {"law": "isoflop", "optima": found, "left_out": problems, "power_laws": power_laws(found)}
-    result["frontier"] = measured_frontier(budgets)
-    draw = np.random.default_rng(seed)
-    again = [optima(looped, draw)[0] for _ in range(resamples)]
-    again = [power_laws(each) for each in again if len(each) == len(found)]
-    for name, law in result["power_laws"].items():
-        if len(again) >= 20:
-            law["interval"] = interval(torch.tensor([each[name]["exponent"] for each in again], dtype=torch.float64))
-    return result | ({"resamples_used": len(again)} if resamples else {})
+    best = [
+        {"flops": flops, **{name: each.x for name, each in of.items()}, "loss": of["mean_depth"].loss}
+        for flops, of in found.items()
+    ]
+    laws = {name: law_of_optima({flops: of[name] for flops, of in found.items()}) for name in ("mean_depth", "tokens")}
+    frontier = measured_frontier(budgets)
+    return {"law": "isoflop", "optima": best, "left_out": problems, "power_laws": laws, "frontier": frontier}
 
 
 def summary(name: str, fitted: Fit) -> dict:
@@ -274,8 +289,12 @@ def curve_bootstrap(fitted: Fit, curve: RunTable, resamples: int, seed: int) -> 
     if not (fitted.at_minimum and resamples):
         return fitted
     columns = curve.columns(fitted.law.columns)
+    degrees = len(curve) - len(fitted.law.names)
     losses = draw_residuals(fitted.predict(columns), curve["loss"], len(fitted.law.names), resamples, seed)
-    return bootstrap(fitted, columns, losses, resamples, criterion="squares")
+    again = bootstrap(fitted, columns, losses, resamples, criterion="squares")
+    # the noise is estimated from few residuals: Student's distribution is wider than that of the resamples
+    again.refits = fitted.free + (again.refits - fitted.free) * float(student.ppf(0.975, degrees) / normal.ppf(0.975))
+    return again
 
 
 def curve_fit(law, curve: RunTable, restarts: int, seed: int) -> Fit:

@@ -27,9 +27,9 @@ READ_BY = {
 
 def run(law: str, table: RunTable, held_out: RunTable | None, args) -> tuple[dict, Fit | None]:
     """Return the result of a law and, if it consists of a single fit, that fit."""
-    how = {"resamples": args.bootstrap, "seed": args.seed}
     if law == "isoflop":
-        return isoflop(table, **how), None
+        return isoflop(table), None
+    how = {"resamples": args.bootstrap, "seed": args.seed}
     if args.restarts is not None:
         how["restarts"] = args.restarts
     if law == "test_time":

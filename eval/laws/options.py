@@ -45,6 +45,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--conditioning", choices=["one", "learned", "none"], help="unified: gamma; default: one")
     parser.add_argument("--restarts", type=int, help="default: 500; unified 1000; test_time 100 a curve")
-    parser.add_argument("--bootstrap", type=int, default=200, help="resamples for 95%% intervals; 0: none")
+    parser.add_argument(
+        "--bootstrap", type=int, default=200, help="resamples for 95%% intervals (those of isoflop need none); 0: none"
+    )
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args(arguments)
