@@ -391,7 +391,7 @@ def test_the_best_depth_in_a_sentence():
         "mean loops": {"": {4: (1.0, None)}},
     }
     assert best_depths(curves) == (
-        "a acc is best at 2 loops (0.4000); a perplexity is best for y at 2 loops (7.5000). "
+        "a acc is highest at 2 loops (0.4000); a perplexity is lowest for y at 2 loops (7.5000). "
         "With exits: 1.00 of 4 loops, 75 % of them saved."
     )
     assert best_depths({"a loss": {"": {4: (1.5, None)}}}) == "a loss is 1.5000 at 4 loops."
@@ -405,7 +405,7 @@ def test_so_few_questions_name_no_best_depth():
         "a acc is 0.2500 ± 0.1000 at best, at 1 loop, and nowhere clearly worse; b acc is best at 2 loops (0.9000)."
     )
     text = {f"t {name}": {"": {1: (2.0, None), 2: (1.0, None)}} for name in ("word_perplexity", "bits_per_byte")}
-    assert best_depths(text) == "t bits_per_byte is best at 2 loops (1.0000)."
+    assert best_depths(text) == "t bits_per_byte is lowest at 2 loops (1.0000)."
 
 
 @pytest.mark.parametrize(

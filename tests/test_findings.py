@@ -1,5 +1,7 @@
 """The sentences that pages begin with say what the numbers say."""
 
+import random
+
 import pytest
 
 from looped_eval.common.curves import more_is_better
@@ -185,7 +187,7 @@ def test_whether_more_is_better_is_what_lm_eval_says():
     points = {"": {1: (0.9, None), 4: (0.2, None)}}
     curves = {"glossary brier_score": points, "glossary acc": points}
     assert best_depths(curves, known) == (
-        "glossary brier_score is best at 4 loops (0.2000); glossary acc is best at 1 loop (0.9000)."
+        "glossary brier_score is lowest at 4 loops (0.2000); glossary acc is highest at 1 loop (0.9000)."
     )
     words = {
         "glossary acc": 1,
@@ -193,11 +195,21 @@ def test_whether_more_is_better_is_what_lm_eval_says():
         "word_perplexity": 4,
         "t bits_per_byte": 4,
     }  # of what lm-eval says nothing
-    assert all(f"is best at {depth} loop" in best_point(name, points) for name, depth in words.items())
+    ends = {1: "is highest at 1 loop", 4: "is lowest at 4 loops"}
+    assert all(ends[depth] in best_point(name, points) for name, depth in words.items())
 
 
 def test_no_depth_is_best_where_all_are_the_same():
     same = {1: (0.0, 0.0), 2: (0.0, 0.0)}
     assert best_point("hop acc", {"": same}) == "hop acc is 0.0000 at every depth"
     assert best_point("loss", {"a": same, "b": same}) == "loss is 0.0000 at every depth of every model"
-    assert best_point("loss", {"": {1: (1.0, 0.1), 2: (0.5, 0.1)}}) == "loss is best at 2 loops (0.5000)"
+    assert best_point("loss", {"": {1: (1.0, 0.1), 2: (0.5, 0.1)}}) == "loss is lowest at 2 loops (0.5000)"
+
+
+def test_a_best_depth_is_rarely_named_where_all_are_equally_good():
+    draw, named = random.Random(0), 0
+    for _ in range(1000):
+        points = {depth: (draw.gauss(0.5, 0.02), 0.02) for depth in range(1, 9)}
+        named += "is best" in best_point("hop acc", {"": points})
+    assert named < 70  # of 50, and three standard deviations of that
+    assert "is best at 2 loops" in best_point("hop acc", {"": {1: (0.4, 0.02), 2: (0.5, 0.02), 3: (0.45, 0.02)}})

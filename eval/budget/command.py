@@ -1,5 +1,6 @@
 """Models and seeds compared at every depth, so at every compute budget (fully looped transformers, appendix A.4)."""
 
+import math
 import statistics
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from looped_recipes.common.provenance import note_what_is_replaced, write_json
 
 from .fully_looped import lambada_perplexity, six_curves
 from .options import parse
-from .row_scores import RowScores, mean_of
+from .row_scores import RowScores, mean_of, variance_of_mean
 from .streams import parse_stream, score_windows, texts_of, windows
 
 
@@ -78,7 +79,10 @@ def row_curves(name: str, scores: RowScores, depths: list[int]) -> Curves:
 
 
 def precision_curves(found: dict[str, list[dict[str, RowScores]]], depths: list[int]) -> Curves:
-    """Return standard errors of bits per byte over rows, and differences to the first model if rows are the same."""
+    """Return standard errors of bits per byte over rows, and differences to the first model if rows are the same.
+
+    The error of a difference is that over rows and, of models with several folders, that over folders too.
+    """
     curves: Curves = {}
     means = {
         model: {name: mean_of([seed[name] for seed in seeds]) for name in seeds[0]} for model, seeds in found.items()
@@ -93,8 +97,10 @@ def precision_curves(found: dict[str, list[dict[str, RowScores]]], depths: list[
             curves.setdefault(f"{name}bits per byte, standard error", {})[model] = points
             other = means[first][name]
             if model != first and torch.equal(scores.bytes, other.bytes):  # else another tokenizer cut other windows
-                differences = zip(depths, *(part.tolist() for part in scores.less(other)))
-                points = {depth: (value, error) for depth, value, error in differences}
+                difference, over_rows = scores.less(other)
+                over_folders = sum(variance_of_mean([seed[name] for seed in found[each]]) for each in (model, first))
+                errors = (over_rows.square() + over_folders).sqrt().tolist()
+                points = dict(zip(depths, zip(difference.tolist(), errors)))
                 curves.setdefault(f"{name}bits per byte, less that of {first}", {})[model] = points
     return curves
 
@@ -150,6 +156,37 @@ def over_seeds(found: dict[str, list[dict[str, dict[int, Point]]]]) -> Curves:
     return curves
 
 
+def errors_of_means(curves: Curves, models: dict[str, list[str]]) -> Curves:
+    """Return the curves with the standard error of each mean in the place of the deviation over folders."""
+    return {
+        measure: {
+            name: {
+                depth: (value, deviation and deviation / math.sqrt(len(models[name])))
+                for depth, (value, deviation) in points.items()
+            }
+            for name, points in of_models.items()
+        }
+        for measure, of_models in curves.items()
+    }
+
+
+def what_spreads_are(curves: Curves, precision: Curves, models: dict[str, list[str]]) -> list[str]:
+    """Say what stands behind ± in the tables."""
+    several = any(len(folders) > 1 for folders in models.values())
+    deviations = [
+        deviation
+        for of_models in curves.values()
+        for name, points in of_models.items()
+        for _, deviation in points.values()
+        if len(models[name]) == 1
+    ]
+    said = ["± of a model of several folders is their standard deviation"] * several
+    said += ["± of a single folder is lm-eval's standard error"] * any(each is not None for each in deviations)
+    if any("less that of" in measure for measure in precision):
+        said.append(f"± of a difference is its standard error, over {'rows and folders' if several else 'rows'}")
+    return ["; ".join(said)] if said else []
+
+
 def values_of(points: dict[str, dict[int, Point]]) -> dict[str, dict[int, float]]:
     return {name: {depth: value for depth, (value, _) in of_depths.items()} for name, of_depths in points.items()}
 
@@ -193,7 +230,8 @@ def main(arguments: list[str] | None = None):
             better |= of_tasks
     curves = over_seeds(found)
     precision, sizes = precision_curves(rows, depths), sizes_of(next(iter(rows.values()))[0])
-    shown = "\n".join([table(curves), *([table(precision)] if precision else []), *sizes])
+    tables = [table(curves), *([table(precision)] if precision else [])]
+    shown = "\n".join([*tables, *what_spreads_are(curves, precision, models), *sizes])
     print(shown)
     write_whole(args.output / "budget.md", shown + "\n")
     values = {name: [values_of(points) for points in of_folders] for name, of_folders in found.items()}
@@ -201,4 +239,6 @@ def main(arguments: list[str] | None = None):
     write_json(args.output / "budget.json", record, args.command)
     draw(curves, args.output / "budget.svg")
     print(f"written: {args.output / 'budget.md'}, budget.json and budget.svg")
-    say_result(best_depths(curves, better), typed("looped halting", next(iter(models.values()))[0]))
+    say_result(
+        best_depths(errors_of_means(curves, models), better), typed("looped halting", next(iter(models.values()))[0])
+    )

@@ -6,7 +6,8 @@ A folder holds a saved model, or is its training run. Folders of one name are se
 standard deviation. One pass scores all depths. Measures: bits per byte and perplexity per token of texts, each read by
 itself (--text) or all as one stream in windows (--stream, see streams.py); every metric of lm-eval's --tasks; CORE on
 a bundle, with --six the six accuracies of the Fully Looped Transformer's table 1. Bits per byte come with their
-standard error over documents or windows, and with differences between models on the same rows, whose error is smaller.
+standard error over documents or windows, and with differences between models on the same rows, whose error counts the
+spread of several folders too.
 """
 
 import argparse

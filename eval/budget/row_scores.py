@@ -46,3 +46,10 @@ def mean_of(seeds: list[RowScores]) -> RowScores:
     """Average the scores of several seeds of a model on the same rows."""
     nats, byte_nats = (torch.stack([getattr(seed, name) for seed in seeds]).mean(0) for name in ("nats", "byte_nats"))
     return RowScores(nats, byte_nats, seeds[0].tokens, seeds[0].bytes)
+
+
+def variance_of_mean(seeds: list[RowScores]) -> torch.Tensor | float:
+    """Return the squared standard error over seeds of their mean bits per byte; 0 of one seed, which tells none."""
+    if len(seeds) < 2:
+        return 0.0
+    return torch.stack([seed.bits_per_byte() for seed in seeds]).var(0) / len(seeds)

@@ -2,6 +2,7 @@
 
 import math
 import re
+from statistics import NormalDist
 
 from looped_recipes.common.words import counted, percent
 
@@ -40,14 +41,15 @@ def says_the_same(name: str, curves: Curves) -> bool:
 
 
 def best_point(name: str, of_series: dict[str, dict], more_is_better: bool | None = None) -> str:
-    """Summarize one measure. If more is better and the best and worst value differ by less than two standard errors of
-    their difference, no depth is called best.
+    """Summarize one measure. If more is better, and errors are known, a depth is called best where the best and the
+    worst value differ by more than chance would let any two of so many values differ, in 19 of 20 cases. Errors of
+    losses say little of their differences, which are of the same text: the lowest is named.
     """
     if more_is_better is None:
         more_is_better = not LESS_IS_BETTER.search(name.replace("_", " "))
     sign = 1 if more_is_better else -1
     points = [
-        (sign * value, -depth, series, error or 0.0)
+        (sign * value, -depth, series, error)
         for series, of in of_series.items()
         for depth, (value, error) in of.items()
     ]
@@ -58,7 +60,10 @@ def best_point(name: str, of_series: dict[str, dict], more_is_better: bool | Non
         return f"{name} is {sign * value:.4f} {at}"
     if value == worst[0]:
         return f"{name} is {sign * value:.4f} at every depth{model and ' of every model'}"
-    if sign == 1 and value - worst[0] < 2 * math.hypot(error, worst[3]):
+    if not more_is_better or None in (error, worst[3]):
+        return f"{name} is {'highest' if more_is_better else 'lowest'}{model} {at} ({sign * value:.4f})"
+    pairs = len(points) * (len(points) - 1) / 2
+    if value - worst[0] < NormalDist().inv_cdf(1 - 0.025 / pairs) * math.hypot(error, worst[3]):
         return f"{name} is {sign * value:.4f} ± {error:.4f} at best{model}, {at}, and nowhere clearly worse"
     return f"{name} is best{model} {at} ({sign * value:.4f})"
 

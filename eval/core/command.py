@@ -114,7 +114,8 @@ def over_seeds(found: dict[int, dict]) -> dict:
 
 
 def with_deviation(name: str, values: list[float]) -> dict[str, float]:
-    return {name: statistics.fmean(values), f"{name}_deviation": statistics.pstdev(values)}
+    deviation = {f"{name}_deviation": statistics.pstdev(values)} if len(values) > 1 else {}
+    return {name: statistics.fmean(values)} | deviation
 
 
 def read_extended(bundle, listed: str, examples: int | None) -> list[CoreTask]:
