@@ -5,7 +5,7 @@ looped statistics A B --tokenizer MODEL --output statistics.json
 
 A and B are files of samples or folders that hold them, of any number of multiple-choice tasks; each candidate's
 log-likelihood is divided by its length, in the tokenizer's tokens, or in bytes if none is named. Accuracy is averaged
-over tasks, the other scores over items, with intervals from resampling items in pairs.
+over tasks, the other scores over items, with intervals from resampling items in pairs (for accuracy within each task).
 """
 
 import json
@@ -69,14 +69,23 @@ def item_scores(item: Item) -> dict[str, float]:
 
 
 def paired_bootstrap(
-    first: np.ndarray, second: np.ndarray, level: float = 0.95, resamples: int = RESAMPLES, seed: int = 0
+    first: np.ndarray,
+    second: np.ndarray,
+    level: float = 0.95,
+    resamples: int = RESAMPLES,
+    seed: int = 0,
+    tasks: np.ndarray | None = None,
 ) -> tuple[float, float]:
-    """Return the percentile interval of mean(second - first) over items resampled with replacement."""
+    """Return the percentile interval of mean(second - first) over items resampled with replacement.
+
+    tasks: the task of each item; the mean is then that of the tasks' means, and items are resampled within a task.
+    """
     if len(first) != len(second) or not len(first):
         raise ValueError(f"a paired interval needs equally many scores of both, got {len(first)} and {len(second)}")
     differences = np.asarray(second, dtype=np.float64) - np.asarray(first, dtype=np.float64)
-    rng, count = np.random.default_rng(seed), len(differences)
-    means = [differences[rng.integers(count, size=count)].mean() for _ in range(resamples)]
+    of_tasks = [differences] if tasks is None else [differences[tasks == task] for task in sorted({*tasks})]
+    rng = np.random.default_rng(seed)
+    means = [np.mean([of[rng.integers(len(of), size=len(of))].mean() for of in of_tasks]) for _ in range(resamples)]
     low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
     return float(low), float(high)
 
@@ -90,14 +99,15 @@ def averages(items: list[Item]) -> dict[str, float]:
 
 
 def compare(first: list[Item], second: list[Item], level: float = 0.95, resamples: int = RESAMPLES) -> dict:
-    """Return the means of both models, their difference, and its interval for scores that are averaged over items."""
+    """Return the means of both models, their difference, and its interval."""
     ours = pair(first, second)
     sides = [[of_pair[side] for of_pair in ours] for side in (0, 1)]
     means, scores = [averages(side) for side in sides], [[item_scores(item) for item in side] for side in sides]
     result = {"items": len(ours), "tasks": sorted({a.task for a, _ in ours}), "level": level, "resamples": resamples}
+    tasks = np.array([item.task for item in sides[0]])
     for name in (*ACCURACIES, *SCORES):
         a, b = (np.array([score[name] for score in of_side]) for of_side in scores)
-        interval = paired_bootstrap(a, b, level, resamples) if name in SCORES else None
+        interval = paired_bootstrap(a, b, level, resamples, tasks=tasks if name in ACCURACIES else None)
         first_mean, second_mean = (of_side[name] for of_side in means)
         result[name] = {
             "first": first_mean,
@@ -290,7 +300,7 @@ def table(result: dict) -> str:
     lines.append("|---|---:|---:|---:|---|")
     for name in (*ACCURACIES, *SCORES):
         score = result[name]
-        interval = "" if score["interval"] is None else "[{:+.4f}, {:+.4f}]".format(*score["interval"])
+        interval = "[{:+.4f}, {:+.4f}]".format(*score["interval"])
         values = f"{score['first']:.4f} | {score['second']:.4f} | {score['change']:+.4f}"
         lines.append(f"| {name.replace('_', ' ')} | {values} | {interval} |")
     return "\n".join(lines)

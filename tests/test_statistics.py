@@ -76,6 +76,17 @@ def test_interval_of_many_items_is_the_normal_one():
     assert (middle - low, high - middle) == pytest.approx((error, error), rel=0.1)
 
 
+def test_an_interval_over_tasks_is_that_of_the_mean_of_their_means():
+    rng = np.random.default_rng(2)
+    tasks = np.array(["many"] * 1800 + ["few"] * 200)
+    first, second = rng.normal(size=(2, 2000)) * np.where(tasks == "few", 3.0, 1.0)
+    low, high = paired_bootstrap(first, second, resamples=4000, tasks=tasks)
+    of_tasks = [(second - first)[tasks == task] for task in ("many", "few")]
+    middle = sum(of.mean() for of in of_tasks) / 2
+    error = 1.96 * math.sqrt(sum(of.var() / len(of) for of in of_tasks)) / 2
+    assert (middle - low, high - middle) == pytest.approx((error, error), rel=0.1)
+
+
 def test_accuracy_over_tasks_and_scores_over_items():
     """Of two tasks, one has one item and the other three; the order of the items is no matter."""
     first = [item("a", 0, gold=1)] + [item("b", i) for i in range(3)]
@@ -86,7 +97,8 @@ def test_accuracy_over_tasks_and_scores_over_items():
     assert (result["accuracy"]["first"], result["accuracy"]["second"]) == (0.5, 1.0)  # (0 + 1) / 2, not 3 / 4
     assert result["gold_margin"]["first"] == pytest.approx((-1 + 1 + 1 + 1) / 4)
     assert result["gold_margin"]["second"] == pytest.approx((1 + 0.5 + 1.5 + 2.5) / 4)
-    assert result["accuracy"]["interval"] is None and len(result["gold_margin"]["interval"]) == 2
+    # one of the tasks has a single item, which changes in every resample, and the other none that changes
+    assert result["accuracy"]["interval"] == (0.5, 0.5) and len(result["gold_margin"]["interval"]) == 2
     with pytest.raises(ValueError, match="1 items are in one of the two only, e.g. doc_id 2 of b"):
         compare(first, second[1:])
 
