@@ -25,6 +25,7 @@ from transformers import AutoTokenizer
 from looped_eval.common.model_folder import results_folder
 from looped_recipes import export
 from looped_recipes.common import hardware
+from looped_recipes.common.checksums import read_sealed, sealed
 from looped_recipes.common.errors import CommandError
 from looped_recipes.common.hardware import known_rate
 from looped_recipes.common.metrics import read_metrics
@@ -653,6 +654,25 @@ def test_a_checkpoint_of_another_run_is_refused(recipe, more, message, half_done
     with pytest.raises(CheckpointError, match="is a checkpoint of another config: .*" + message):
         main([str(SMOKE / f"{recipe}.yaml"), *smoke_settings(training_text, half_done, *more)])
     assert logged_losses(half_done) == before
+
+
+def test_a_checkpoint_from_before_fields_were_added_goes_on(whole_run, half_done, training_text, tmp_path):
+    """As one that was written when configs had the first format and fewer fields than today."""
+    shutil.copytree(half_done, tmp_path / "run")
+    for marker in tmp_path.glob("run/checkpoints/*/checkpoint.json"):
+        content = read_sealed(marker)
+        config = content["config"]
+        config["model"]["format_version"] = 1
+        assert config["model"].pop("window_pattern") is None
+        for section, name in (
+            ("model", "key_value_interval"), ("model", "loop_change_gate"), ("model", "loop_embedding"),
+            ("depth", "curriculum_target"), ("optimizer", "atan2"), ("schedule", "decay_steps"),
+            ("training", "float8"),
+        ):  # fmt: skip
+            del config[section][name]
+        marker.write_text(sealed(content))
+    main([str(SMOKE / "parcae.yaml"), *smoke_settings(training_text, tmp_path / "run")])
+    assert logged_losses(tmp_path / "run") == logged_losses(whole_run)
 
 
 def test_settings_that_change_no_step_may_change(whole_run, half_done, training_text, tmp_path, capsys):

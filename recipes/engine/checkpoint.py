@@ -344,11 +344,13 @@ def load_checkpoint(
     optimizers: list[torch.optim.Optimizer],
     config: dict | None = None,
     may_change: Callable[[str], bool] = lambda name: False,
+    as_of_now: Callable[[dict], dict] = dict,
 ) -> dict:
     """Load model and optimizers, and return `extra` and the step. Every process calls it.
 
-    may_change: tells for the dotted name of a config field whether it may differ from the saved value. The settings of
-    the optimizers are not loaded: they stay as built.
+    may_change: tells for the dotted name of a config field whether it may differ from the saved value. as_of_now:
+    turns a config that older code saved into what today's code would have saved. The settings of the optimizers are not
+    loaded: they stay as built.
     """
     path = Path(path)
     marker = read_marker(path)
@@ -357,7 +359,7 @@ def load_checkpoint(
             f"{path} is not a whole checkpoint; the newest whole one is {latest_checkpoint(path.parent)}"
         )
     config = comparable(bare(model).config.to_dict() if config is None else config)
-    refuse_other_config(path, marker["config"], config, may_change)
+    refuse_other_config(path, as_of_now(marker["config"]), config, may_change)
     saved = saved_tensors(path)
     state = training_state(model, optimizers, as_template=True)
     groups_of_template = state["optimizers"].pop("param_groups")

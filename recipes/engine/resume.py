@@ -19,7 +19,15 @@ import yaml
 from looped_recipes.common.metrics import read_metrics
 from looped_recipes.common.provenance import commit, versions
 from looped_recipes.settings.recipe import Recipe
-from looped_recipes.settings.sections import LENGTHS
+from looped_recipes.settings.sections import (
+    LENGTHS,
+    DenseConfig,
+    DepthConfig,
+    OptimizerConfig,
+    ScheduleConfig,
+    TrainingConfig,
+)
+from modeling_looped import LoopedConfig
 
 from .saving import CheckpointError
 
@@ -88,6 +96,22 @@ def comparable(config: dict) -> dict:
     if config.get("trained_num_loops") == config.get("num_loops"):  # older checkpoints lack the field
         config.pop("trained_num_loops", None)
     return json.loads(json.dumps(config, default=str, sort_keys=True))
+
+
+def with_later_fields(saved: dict) -> dict:
+    """Return the settings of a checkpoint with the fields that were added after it was written, at their defaults,
+    which are what the code did before."""
+    defaults = {
+        "dense": dataclasses.asdict(DenseConfig()),
+        "depth": dataclasses.asdict(DepthConfig()),
+        "optimizer": dataclasses.asdict(OptimizerConfig()),
+        "schedule": dataclasses.asdict(ScheduleConfig()),
+        "training": {name: getattr(TrainingConfig(), name) for name in COMPARED_TRAINING},
+    }
+    filled = {name: {**defaults.get(name, {}), **values} for name, values in saved.items() if isinstance(values, dict)}
+    if "model" in filled:
+        filled["model"] = comparable(LoopedConfig.from_dict(filled["model"]).to_dict())
+    return {**saved, **filled}
 
 
 def refuse_other_config(path: Path, saved: dict, config: dict, may_change: Callable[[str], bool]):

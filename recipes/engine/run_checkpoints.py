@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from looped_recipes.common.files import append_line, remove_leftovers
@@ -30,6 +31,7 @@ from .resume import (
     other_versions,
     refuse_lost_run,
     shown,
+    with_later_fields,
 )
 from .saving import from_all_processes, on_main_process
 
@@ -110,9 +112,9 @@ class RunCheckpoints:
         # older versions did not save these settings, so they are not compared
         for name in {"precision", "rows_of_dropout", VALIDATION} - marker["config"].keys():
             own.pop(name)
-        changes = differing(marker["config"], own)
-        resume = self.recipe.training.resume
-        extra = load_checkpoint(checkpoint, self.model, self.optimizers, own, lambda name: may_change(name, resume))
+        changes = differing(with_later_fields(marker["config"]), own)
+        may = partial(may_change, resume=self.recipe.training.resume)
+        extra = load_checkpoint(checkpoint, self.model, self.optimizers, own, may, as_of_now=with_later_fields)
         self.monitor.load_state_dict(extra["monitor"])
         if "scaler" in extra:
             self.accelerator.scaler.load_state_dict(extra["scaler"])
