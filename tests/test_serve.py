@@ -45,15 +45,14 @@ def served():
 
 
 @contextmanager
-def serving(model, tokenizer):
+def serving(model, tokenizer, grace: int | None = None):
     tokenizer.chat_template = TEMPLATE
     model.generation_config.do_sample = False
     with SharedPasses(model, max_rows=4, max_tokens=300) as passes:
         app = serve.build_app("tiny", model, tokenizer, passes, max_loops=1000)
         idle = 60  # seconds: a loaded machine may take as long between two requests of a client
-        server = uvicorn.Server(
-            uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error", timeout_keep_alive=idle)
-        )
+        setup = {"log_level": "error", "timeout_keep_alive": idle, "timeout_graceful_shutdown": grace}
+        server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, **setup))
         thread = threading.Thread(target=server.run)
         thread.start()
         wait_until(lambda: server.started)
@@ -286,6 +285,30 @@ def test_a_client_that_hangs_up(served, stream):
     assert passes.ticks - before < loops * new_tokens / 2
     assert not passes.decoders
     assert complete(client, "a", 2, {}).usage.completion_tokens == 2
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_an_answer_that_a_stopping_server_cuts_off(stream):
+    body = {"model": "tiny", "prompt": "a b", "max_tokens": 60, "num_loops": 1000, "stream": stream}
+    body["generation_config"] = '{"eos_token_id": null}'
+
+    def ask(port) -> tuple[int, str]:
+        with closing(HTTPConnection("127.0.0.1", port)) as connection:
+            connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+            answer = connection.getresponse()
+            return answer.status, answer.read().decode().strip().splitlines()[-1].removeprefix("data: ")
+
+    with ThreadPoolExecutor() as pool:
+        with serving(tiny_model(vocab_size=30, num_loops=4), tiny_tokenizer(), grace=1) as (_, _, _, passes, port):
+            asked = pool.submit(ask, port)
+            wait_until(lambda: passes.ticks > 1500)  # of its prompt, and of a token
+        status, said = asked.result()
+    assert status == (200 if stream else 503)  # a stream had begun
+    assert json.loads(said)["error"] == {
+        "message": "the server is stopping and has cut this answer off: ask again",
+        "type": "server_error",
+        "code": 503,
+    }
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])

@@ -11,6 +11,7 @@ from fastapi.responses import Response
 
 
 REQUEST_ID = "x-request-id"
+STOPPING = "the server is stopping and has cut this answer off: ask again"
 
 
 def error_of(status: int, message: str, kind: str = "invalid_request_error") -> str:
@@ -24,14 +25,17 @@ def error_response(status: int, *said: str) -> Response:
 
 async def with_whole_errors(parts: AsyncGenerator[str, None]) -> AsyncIterator[str]:
     """Yield the parts of a stream of transformers; its errors, which are strings, become objects as clients expect."""
-    async with aclosing(parts):
-        async for part in parts:
-            lines = part.split("\n\n")
-            for i, line in enumerate(lines):
-                if line.startswith('data: {"error": "'):
-                    message = json.loads(line.removeprefix("data: "))["error"]
-                    lines[i] = "data: " + error_of(500, message, "server_error")
-            yield "\n\n".join(lines)
+    try:
+        async with aclosing(parts):
+            async for part in parts:
+                lines = part.split("\n\n")
+                for i, line in enumerate(lines):
+                    if line.startswith('data: {"error": "'):
+                        message = json.loads(line.removeprefix("data: "))["error"]
+                        lines[i] = "data: " + error_of(500, message, "server_error")
+                yield "\n\n".join(lines)
+    except asyncio.CancelledError:
+        yield "data: " + error_of(503, STOPPING, "server_error") + "\n\n"
 
 
 class LimitedSize:
@@ -61,14 +65,16 @@ async def hangs_up(request: Request):
 
 
 async def answer(handler, request: Request, body: dict):
-    """Return the answer of a handler; cancel it if the client disconnects first."""
+    """Return the answer of a handler; cancel it if the client disconnects first, or if the server stops."""
     work = handler.handle_request(body, request.headers.get(REQUEST_ID) or str(uuid4()))
     if body.get("stream"):  # a stream detects this itself
         return await work
     work, gone = asyncio.ensure_future(work), asyncio.ensure_future(hangs_up(request))
-    await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
-    gone.cancel()
-    if work.done():
-        return work.result()
-    work.cancel()
-    return Response(status_code=499)
+    try:
+        await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
+        return work.result() if work.done() else Response(status_code=499)
+    except asyncio.CancelledError:  # what uvicorn does to answers that still run when its grace has passed
+        return error_response(503, STOPPING, "server_error")
+    finally:
+        gone.cancel()
+        work.cancel()

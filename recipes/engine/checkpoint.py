@@ -349,7 +349,7 @@ def load_checkpoint(
     """Load model and optimizers, and return `extra` and the step. Every process calls it.
 
     may_change: tells for the dotted name of a config field whether it may differ from the saved value. as_of_now:
-    turns a config that older code saved into what today's code would have saved. The settings of the optimizers are not
+    turns a config that older code saved into the one that today's code would save. Settings of the optimizers are not
     loaded: they stay as built.
     """
     path = Path(path)
