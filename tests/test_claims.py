@@ -29,7 +29,7 @@ from looped_eval.claims import (
 from looped_eval.claims.answers import answer
 from looped_eval.claims.definition import Beyond, Claim, Measurement, Paper, Setting, each_seed, load, row
 from looped_eval.claims.papers import PAPERS
-from looped_eval.claims.rules import AtMost, Differs, Effect, Estimate, Near, over_seeds, share, verdict
+from looped_eval.claims.rules import AtLeast, AtMost, Differs, Effect, Estimate, Near, over_seeds, share, verdict
 from looped_eval.claims.slope import with_interval_of_fit
 from looped_eval.claims.sweeps import shortened
 from looped_recipes.common.metrics import read_metrics
@@ -59,8 +59,10 @@ def test_students_interval_of_three_seeds():
         (Near(-1.0, 0.1), -0.6, -0.5, "weaker"),
         (Near(0.0, 0.1), 0.2, 0.3, "disagrees"),
         (Effect(2.0), 1.5, 2.5, "agrees"),
-        (Effect(2.0), 0.5, 1.5, "agrees"),  # sure of the sign, and half of the size is not excluded
-        (Effect(2.0), 3.0, 4.5, "agrees"),  # twice of the size is not excluded
+        (Effect(2.0), 0.5, 1.5, "agrees"),  # half of the size
+        (Effect(2.0), 0.4, 1.4, "open"),  # sure of the sign; less than half of the size, which is not excluded
+        (Effect(2.0), 3.0, 4.5, "agrees"),  # less than twice of the size
+        (Effect(2.0), 3.0, 5.5, "open"),  # more than that, which is not excluded
         (Effect(2.0), 4.5, 5.0, "stronger"),
         (Effect(2.0), 0.1, 0.3, "weaker"),
         (Effect(2.0), -0.1, 0.3, "disagrees"),
@@ -75,6 +77,9 @@ def test_students_interval_of_three_seeds():
         (AtMost(4.0), 1.0, 4.0, "agrees"),
         (AtMost(4.0), 3.0, 5.0, "open"),
         (AtMost(4.0), 4.5, 5.0, "disagrees"),
+        (AtLeast(2.0), 2.0, 3.0, "agrees"),
+        (AtLeast(2.0), 1.0, 3.0, "open"),
+        (AtLeast(2.0), 1.0, 1.9, "disagrees"),
     ],
 )
 def test_a_rule_sees_the_whole_interval(rule, low, high, expected):
@@ -398,10 +403,12 @@ def test_spikes_and_rates_that_train(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     assert parcae_depths.spikes(read_metrics(tmp_path / "metrics.jsonl")) == 1
 
-    def run(loss, radius, injection="concat"):
-        return {"model.block_norm": "pre", "model.injection": injection, "loss": loss, "spectral_radius": radius}
+    def run(loss, radius, injection="concat", rate=1e-3):
+        run = {"model.block_norm": "pre", "model.injection": injection, "loss": loss, "spectral_radius": radius}
+        return {**run, "optimizer.lr": rate}
 
     runs = [run(6.0, 0.9), run(6.55, 2.0), run(None, 3.0), run(6.0, 0.5, "diagonal"), run(6.1, 0.7, "diagonal")]
+    runs.append(run(6.0, 0.6, "diagonal", rate=6e-3))  # not one of the five that stand for the paper's
     content = {"runs": runs, "loss_of_frequencies": 6.6}
     assert [parcae.trained_rates(content, system) for system in (parcae.BASE, parcae.DIAGONAL)] == [1, 2]
     assert parcae.radius_beyond_one(content) == pytest.approx(1.0)
@@ -414,9 +421,12 @@ def test_the_highest_rate_that_trains():
         return {"model.block_norm": "pre", "model.injection": injection, "optimizer.lr": rate, "loss": loss}
 
     runs = [run(1e-3, 6.0), run(2e-3, 6.1), run(8e-3, 6.6), run(8e-3, 6.0, "diagonal"), run(16e-3, None, "diagonal")]
-    content = {"runs": runs, "loss_of_frequencies": 6.6}
-    assert parcae.octaves_above(content, parcae.BASE) == pytest.approx(2.0)
+    content = {"seeds": {"0": {"runs": runs, "loss_of_frequencies": 6.6}}}
+    # between 8e-3 and 16e-3 over between 2e-3 and 8e-3
+    assert parcae.octaves_above(content, parcae.BASE) == pytest.approx((2.0, 0.0, 3.0, 1))
     assert parcae.octaves_above(content, parcae.NORMED) is None  # no such run
+    content["seeds"]["0"]["runs"] = runs[:4]  # diagonal injection trains at the last rate
+    assert parcae.octaves_above(content, parcae.BASE) == pytest.approx((2.0, 0.0, math.inf, 1))
 
 
 @pytest.mark.parametrize(
@@ -506,13 +516,13 @@ def test_numbers_of_the_readout_by_hand():
         (n.least_loss_more("normed", "raw"), -0.5),
         (n.probe_ratio("radial_fraction", "raw", "normed"), 7.0),
         (n.probe_ratio("growth_per_loop", "normed", "raw"), 2.0),
-        (n.clamp_cost("raw"), 0.02),
+        (n.clamp_cost("raw"), -0.02),
         (n.part_clamped("raw"), 0.25),
         (n.radial_fractions_of_loops("normed"), 3.0),
         (n.logarithm(n.mean_over_median("raw")), 2.0),
         (n.more_halting_loops("raw", "normed"), 1.5),
-        (n.most_that_halting_costs(("raw", "normed")), 2.0),
-        (n.change_beyond_trained_depth("normed"), 0.25),
+        (n.cost_of_halting(("raw", "normed")), 1.0),
+        (n.change_beyond_trained_depth("normed"), -0.25),
     ]
     for number, expected in by_hand:
         assert number(content) == pytest.approx(expected)

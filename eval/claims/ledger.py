@@ -13,14 +13,14 @@ from .rules import AGREES, BY_CONSTRUCTION, DISAGREES, OPEN, STRONGER, UNMEASURE
 HEAD = ["where", "what it says", "the number compared", "our size", "the paper's", "ours", "seeds or runs", "verdict"]
 HOW = (
     "Every number has an interval of 95 %: Student's over seeds, a point where all seeds give the same, that of "
-    "Clopper and Pearson for a share of runs, or that of a fit where its row says so. A rule that its claim "
-    "states compares the whole of it with the paper's number. A number with a band, as 1 ± 0.15, agrees where the "
-    "interval lies within the band, and is weaker where it has the sign and less of the size. A difference agrees "
-    "where the interval lies above 0 and holds something between half and twice of the paper's size (where it is "
-    "a log10, orders of magnitude are halved and doubled); below that it is weaker, above it stronger; it "
-    "disagrees where it holds 0 and not half of the paper's size. A bound, which is ours where the paper's number "
-    "stands beside it, agrees where the interval lies below it. Open: the interval does not decide, or there is "
-    "one seed. By construction: no model of this kind could give another number; it is not counted. Where three "
+    "Clopper and Pearson for a share of runs, or that of a fit where its row says so. A rule that its claim states "
+    "compares the whole of it with the paper's number. A number with a band, as 1 ± 0.15, agrees where the interval "
+    "lies within the band, and is weaker where it has the sign and less of the size. A difference agrees where the "
+    "interval lies above 0 and the number between half and twice of the paper's size (where it is a log10, orders of "
+    "magnitude are halved and doubled); it is weaker where the whole interval lies below that, stronger where it lies "
+    "above; it disagrees where it holds 0 and not half of the paper's size. A bound, which is ours where the paper's "
+    "number stands beside it, agrees where the interval lies below it. Open: the interval does not decide, or there "
+    "is one seed. By construction: no model of this kind could give another number; it is not counted. Where three "
     "seeds left claims open, some have four or six; their intervals are then a little too narrow, since seeds were "
     "added by what was seen."
 )

@@ -8,7 +8,7 @@ from looped_recipes.common.chart import Chart, Line
 
 from .definition import SIX_SEEDS, Claim, Measurement, each_seed, loss_of
 from .parcae_depths import less_at, loss_at, run_named
-from .rules import AtMost, Effect, Estimate, Near, share
+from .rules import Effect, Estimate, Near, share
 from .sweeps import commands_of, has_trained, read_with_frequencies, runs_of
 
 
@@ -63,8 +63,8 @@ def part_claims() -> list[Claim]:
               failures("rdm"), Near(1.0, 0.05)),
         gain_claim("sequence", "constrained", 1, "a depth for each sequence lowers the loss at 1 loop, 140M"),
         gain_claim("sequence", "constrained", 4, "and at 4 loops"),
-        claim("table 4", "and makes almost no difference at 8", "loss at 8: without less with, either sign",
-              each_seed(lambda content: abs(less_at(8, "sequence", "constrained")(content))), AtMost(ALIKE, 0.01)),
+        claim("table 4", "and makes almost no difference at 8", "loss at 8: without less with",
+              each_seed(less_at(8, "sequence", "constrained")), Near(0, ALIKE)),
         gain_claim("prelude_norm", "sequence", 1, "a prelude norm lowers the loss at 1 loop, 140M"),
         gain_claim("prelude_norm", "sequence", 4, "and at 4 loops"),
         gain_claim("prelude_norm", "sequence", 8, "and at 8", "table 4, figure 24"),

@@ -3,6 +3,7 @@ seed."""
 
 import math
 from collections.abc import Callable, Iterable
+from statistics import fmean
 from typing import NamedTuple
 
 from .definition import BETTER_THAN_FREQUENCIES, Claim, each_seed, loss_of
@@ -113,8 +114,8 @@ def logarithm(number: Number) -> Number:
 
 
 def clamp_cost(system: str) -> Number:
-    """Absolute change of the loss by the clamp."""
-    return lambda content: abs(probe(content, system, "clamp_cost"))
+    """Change of the loss by the clamp."""
+    return lambda content: probe(content, system, "clamp_cost")
 
 
 def part_clamped(system: str) -> Number:
@@ -136,20 +137,20 @@ def more_halting_loops(first: str, second: str) -> Number:
     return lambda content: halting_loops(first)(content) - halting_loops(second)(content)
 
 
-def most_that_halting_costs(systems: Iterable[str]) -> Number:
-    """Largest cost of halting among these systems, in percent of perplexity."""
+def cost_of_halting(systems: Iterable[str]) -> Number:
+    """Mean cost of halting of these systems, in percent of perplexity."""
 
-    def most(content: dict) -> float:
-        return max(100 * (probe(content, system, "halting")["perplexity_ratio"] - 1) for system in systems)
+    def cost(content: dict) -> float:
+        return fmean(100 * (probe(content, system, "halting")["perplexity_ratio"] - 1) for system in systems)
 
-    return most
+    return cost
 
 
 def change_beyond_trained_depth(system: str) -> Number:
-    """Absolute change of the loss from 4 loops to 8."""
+    """Change of the loss from 4 loops to 8."""
 
     def change(content: dict) -> float:
         losses = probe(content, system, "loss_by_loop")
-        return abs(losses[7] - losses[3])
+        return losses[7] - losses[3]
 
     return change

@@ -39,13 +39,13 @@ def doublings_until(content: dict, loops: int) -> float:
 
 
 def farthest_step(content: dict, rule: str) -> Estimate | None:
-    """Estimate the exponent at the step where it is farthest from the paper's."""
+    """Estimate the exponent at the step where it is farthest from the paper's; the interval is one for all steps."""
     result = content["result"]
     fits = [power_law(result["loops"], step) for step in result["looped"][rule]["update"]]
     if any(fit["slope"] is None for fit in fits):
         return None
     farthest = max(fits, key=lambda fit: abs(fit["slope"] - EXPONENTS[rule]))
-    return with_interval_of_fit(farthest, result["seeds"])
+    return with_interval_of_fit(farthest, result["seeds"], candidates=len(fits))
 
 
 def widest_step(content: dict) -> Estimate:

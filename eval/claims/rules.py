@@ -51,9 +51,12 @@ def over_seeds(values: Iterable[float]) -> Estimate:
     return Estimate(mean, mean - reach, mean + reach, len(values))
 
 
-def students_reach(standard_error: float, degrees: int) -> float:
-    """Return the distance from an estimate to either end of its interval."""
-    return float(student.ppf((1 + LEVEL) / 2, degrees)) * standard_error
+def students_reach(standard_error: float, degrees: int, candidates: int = 1) -> float:
+    """Return the distance from an estimate to either end of its interval.
+
+    candidates: the number of estimates from which this one was chosen by its value (Bonferroni).
+    """
+    return float(student.ppf(1 - (1 - LEVEL) / (2 * candidates), degrees)) * standard_error
 
 
 def share(count: int, of: int) -> Estimate:
@@ -68,11 +71,13 @@ class Rule(Protocol):
     @property
     def words(self) -> str: ...
 
-    def judge(self, low: float, high: float) -> str: ...
+    def judge(self, found: Estimate, low: float, high: float) -> str: ...
 
 
 def verdict(rule: Rule, estimate: Estimate) -> str:
-    return OPEN if estimate.low is None else rule.judge(estimate.low, estimate.high)
+    if estimate.low is None or estimate.high is None:
+        return OPEN
+    return rule.judge(estimate, estimate.low, estimate.high)
 
 
 @dataclass(frozen=True)
@@ -86,7 +91,7 @@ class Near:
     def words(self) -> str:
         return f"{self.published:g} ± {self.within:g}"
 
-    def judge(self, low: float, high: float) -> str:
+    def judge(self, found: Estimate, low: float, high: float) -> str:
         """Agree if the interval is inside the band, open if it only overlaps the band. Outside the band, weaker if the
         interval has the paper's sign and is nearer to 0; else disagree."""
         least, most = self.published - self.within, self.published + self.within
@@ -99,8 +104,8 @@ class Near:
 
 @dataclass(frozen=True)
 class Effect:
-    """A difference above 0. It agrees from half to twice the paper's size; if the paper gives no size, only the sign
-    counts."""
+    """A difference above 0. It agrees if it is from half to twice the paper's size; if the paper gives no size, only
+    the sign counts."""
 
     published: float | None = None
 
@@ -108,14 +113,15 @@ class Effect:
     def words(self) -> str:
         return "above 0" if self.published is None else f"{self.published:.3g}"
 
-    def judge(self, low: float, high: float) -> str:
-        """Disagree if the interval reaches down to 0 but not up to half of the paper's size."""
-        least = (self.published or 0.0) / 2
+    def judge(self, found: Estimate, low: float, high: float) -> str:
+        """Disagree if the interval reaches down to 0 but not up to half of the paper's size. Above 0, weaker or
+        stronger if all of the interval is; open if only the number is."""
+        least, most = ((self.published or 0.0) / 2, math.inf if self.published is None else 2 * self.published)
         if low <= 0:
             return DISAGREES if high < least or high <= 0 else OPEN
-        if high < least:
-            return WEAKER
-        return STRONGER if self.published is not None and low > 2 * self.published else AGREES
+        if high < least or low > most:
+            return WEAKER if high < least else STRONGER
+        return AGREES if least <= found.value <= most else OPEN
 
 
 @dataclass(frozen=True)
@@ -126,8 +132,22 @@ class Differs:
     def words(self) -> str:
         return "not 0"
 
-    def judge(self, low: float, high: float) -> str:
+    def judge(self, found: Estimate, low: float, high: float) -> str:
         return OPEN if low <= 0 <= high else AGREES
+
+
+@dataclass(frozen=True)
+class AtLeast:
+    """A lower bound, such as a number of the paper that the end of its grid cuts off."""
+
+    bound: float
+
+    @property
+    def words(self) -> str:
+        return f"at least {self.bound:g}"
+
+    def judge(self, found: Estimate, low: float, high: float) -> str:
+        return AGREES if low >= self.bound else DISAGREES if high < self.bound else OPEN
 
 
 @dataclass(frozen=True)
@@ -142,5 +162,5 @@ class AtMost:
         bound = f"at most {self.bound:g}"
         return bound if self.published is None else f"{self.published:g}, here {bound}"
 
-    def judge(self, low: float, high: float) -> str:
+    def judge(self, found: Estimate, low: float, high: float) -> str:
         return AGREES if high <= self.bound else DISAGREES if low > self.bound else OPEN
