@@ -29,7 +29,18 @@ from looped_eval.claims import (
 from looped_eval.claims.answers import answer
 from looped_eval.claims.definition import Beyond, Claim, Measurement, Paper, Setting, each_seed, load, row
 from looped_eval.claims.papers import PAPERS
-from looped_eval.claims.rules import AtLeast, AtMost, Differs, Effect, Estimate, Near, over_seeds, share, verdict
+from looped_eval.claims.rules import (
+    AtLeast,
+    AtMost,
+    Differs,
+    Effect,
+    Estimate,
+    Near,
+    over_seeds,
+    ratio_of_spreads,
+    share,
+    verdict,
+)
 from looped_eval.claims.slope import with_interval_of_fit
 from looped_eval.claims.sweeps import shortened
 from looped_recipes.common.metrics import read_metrics
@@ -170,6 +181,14 @@ def test_what_no_paper_claims_is_not_counted(tmp_path):
     rows = ledger.ledger([Paper("A paper", [], [claim_of(AtMost(0.1))]), ours], tmp_path)
     assert ledger.said(rows) == "0 of 1 claims that were measured agree; 1 disagree."
     assert "- Ours: 2 of 2 agree" in ledger.markdown(rows)
+
+
+def test_the_interval_of_a_ratio_of_spreads():
+    """By a table: F of 97.5 % and 5, 5 degrees of freedom is 7.146."""
+    first, second = [0.0, 1.0, 2.0, 3.0, 4.0, 5.0], [0.0, 0.1, 0.2, 0.3, 0.4, 0.5]
+    reach = math.log10(7.146) / 2
+    assert ratio_of_spreads(first, second) == pytest.approx((1.0, 1.0 - reach, 1.0 + reach, 6), abs=1e-4)
+    assert ratio_of_spreads(first, second[:1]) is None
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,12 @@ seed."""
 
 import math
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from statistics import fmean
 from typing import NamedTuple
 
 from .definition import BETTER_THAN_FREQUENCIES, Claim, each_seed, loss_of
-from .rules import Estimate, Rule
+from .rules import Estimate, Rule, ratio_of_spreads
 
 
 Number = Callable[[dict], float]  # KeyError where the seed has no such number
@@ -66,6 +67,21 @@ def norm(content: dict, system: str) -> float:
 def norm_ratio(first: str, second: str) -> Number:
     """Log10 of the ratio of two systems' norms."""
     return lambda content: math.log10(norm(content, first) / norm(content, second))
+
+
+def spread_ratio(trained: Trained, first: str, second: str) -> Callable[[dict], Estimate | None]:
+    """Log10 of how much more the logarithm of the first system's norm varies from seed to seed than the second's."""
+
+    def read(content: dict) -> Estimate | None:
+        values = {system: [] for system in (first, second)}
+        for seed in content["seeds"].values():
+            runs = {"runs": learnt(seed["runs"], trained.frequencies)}
+            for system, norms in values.items():
+                with suppress(KeyError):
+                    norms.append(math.log(norm(runs, system)))
+        return ratio_of_spreads(*values.values())
+
+    return read
 
 
 def loss_more(first: str, second: str, depth: int = 4) -> Number:

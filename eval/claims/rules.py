@@ -10,6 +10,7 @@ from statistics import fmean, median_low, stdev
 from typing import NamedTuple, Protocol
 
 from scipy.stats import beta
+from scipy.stats import f as fisher
 from scipy.stats import t as student
 
 
@@ -65,6 +66,18 @@ def share(count: int, of: int) -> Estimate:
     low = float(beta.ppf(tail, count, of - count + 1)) if count else 0.0
     high = float(beta.ppf(1 - tail, count + 1, of - count)) if count < of else 1.0
     return Estimate(count / of, low, high, of)
+
+
+def ratio_of_spreads(first: Iterable[float], second: Iterable[float]) -> Estimate | None:
+    """Estimate log10 of the ratio of two standard deviations over seeds, with the interval of the F distribution; None
+    of fewer than two seeds."""
+    first, second = list(first), list(second)
+    if min(len(first), len(second)) < 2:
+        return None
+    ratio = math.log10(stdev(first) / stdev(second))
+    degrees, tail = (len(first) - 1, len(second) - 1), (1 - LEVEL) / 2
+    below, above = (math.log10(float(fisher.ppf(each, *degrees))) / 2 for each in (1 - tail, tail))
+    return Estimate(ratio, ratio - below, ratio - above, min(len(first), len(second)))
 
 
 class Rule(Protocol):
