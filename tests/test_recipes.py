@@ -30,6 +30,7 @@ from looped_recipes.settings.run_checks import note_on_windows
 from looped_recipes.settings.sections import LENGTHS, SECTIONS
 from looped_recipes.settings.sweep_files import is_sweep
 from modeling_looped import LoopedConfig, LoopedForCausalLM, depths_of_step
+from modeling_looped.presets import PRESETS
 from tests.helpers import random_ids
 from tests.helpers_recipes import RECIPES, runs_of_sweep
 
@@ -358,7 +359,7 @@ def test_operations_are_those_of_the_depths_that_are_drawn():
 
 
 def kept_by_a_pass(config, rows: int, length: int) -> float:
-    """Numbers of a token that autograd keeps, without weights."""
+    """Numbers of a token that autograd keeps, without weights and logits."""
     model = LoopedForCausalLM(config).train()
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept = {}
@@ -369,20 +370,61 @@ def kept_by_a_pass(config, rows: int, length: int) -> float:
             kept[storage.data_ptr()] = storage
         return tensor
 
+    trunk, every_loop = model.get_decoder(), config.loop_loss != "terminal"
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        out = model(random_ids(rows, length), num_loops=config.num_loops, use_cache=False)
-    assert out.logits is not None
+        out = trunk(random_ids(rows, length), output_loop_readout_states=every_loop, use_cache=False, has_loss=True)
+        shallower = out.loop_readout_states[:-1] if every_loop else []
+        read = [trunk.readout(state, loop) for loop, state in enumerate(shallower, start=1)]
+        logits = [model.lm_head(state) for state in (*read, out.last_hidden_state)]
+    assert len(logits) == 1 + len(read)  # alive until here
     return sum(storage.nbytes() for storage in kept.values()) / 4 / rows / length
 
 
-@pytest.mark.parametrize("preset", ["lt", "flt", "parcae", "ouro", "residual_scaling"])
+TINY = {
+    "vocab_size": 100, "hidden_size": 128, "intermediate_size": 320, "num_attention_heads": 2, "num_core_layers": 3,
+    "num_loops": 4, "max_position_embeddings": 64, "attention_dropout": 0.0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("preset", sorted(PRESETS))
 def test_activations_are_those_that_autograd_keeps(preset):
-    sizes = {"vocab_size": 100, "hidden_size": 64, "intermediate_size": 160, "num_attention_heads": 4}
-    layers = {"num_prelude_layers": 0, "num_coda_layers": 0, "num_loops": 2}
-    configs = [LoopedConfig.from_preset(preset, **sizes, **layers, num_core_layers=count) for count in (1, 3)]
-    one, three = (kept_by_a_pass(config, 2, 32) for config in configs)
-    wanted_one, wanted_three = (kept_of_token(config, 2, 1, False) for config in configs)
-    assert wanted_three - wanted_one == pytest.approx(three - one, rel=0.15)
+    config = LoopedConfig.from_preset(preset, **TINY)
+    readouts = 1 if config.loop_loss == "terminal" else config.num_loops
+    kept = kept_by_a_pass(config, rows=2, length=32)
+    assert kept_of_token(config, config.num_loops, readouts, False) == pytest.approx(kept, rel=0.02)
+
+
+WIDER_CORE = {"core_hidden_size": 192, "core_num_attention_heads": 3, "core_intermediate_size": 512}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        *({"block_norm": name} for name in ("pre", "post", "branch_sandwich", "residual_sandwich")),
+        *({"qk_norm": name, "num_key_value_heads": 1} for name in ("learned", "all_heads", "free")),
+        *({"injection": name, "injection_norm": True} for name in ("add", "concat", "diagonal")),
+        {"injection": "residual_all"},
+        {"injection": "attention_first"},
+        {"injection": "attention_all", "block_norm": "post"},
+        {"inter_loop_norm": "own", "norm_affine": False},
+        {"loop_damping": True},
+        {"loop_change_gate": True},
+        {"kv_latent_size": 64},
+        {"residual_dropout": 0.1},
+        {"residual_dropout": 0.1, "residual_dropout_on": "attention"},
+        {"loop_lora_rank": 16, "kv_latent_size": 64},
+        {"loop_embedding": "modulation"},
+        {"value_embeddings": True, "prelude_norm": True},
+        {"mlp_gated": False},
+        {"head_dim": 32},
+        {**WIDER_CORE, "injection": "concat", "state_init": "zeros", "coda_input": "linear", "num_coda_layers": 1},
+    ],
+    ids=str,
+)
+def test_activations_of_options_are_those_that_autograd_keeps(fields):
+    config = LoopedConfig(**TINY | fields)
+    kept = kept_by_a_pass(config, rows=2, length=32)
+    assert kept_of_token(config, config.num_loops, 1, False) == pytest.approx(kept, rel=0.01)
 
 
 def test_budget_in_flops():

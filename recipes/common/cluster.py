@@ -148,7 +148,7 @@ def lines_of_memory(reckoned: Reckoned) -> list[Line]:
             "activations",
             f"{reckoned.kept / GIGA:.1f} GB",
             f"{run.kept:,.0f} bytes x {reckoned.micro:g} x {run.length} tokens: 32 d + 8 f of a layer with gradients, "
-            f"d = {d}, f = {f}, or what gradient checkpointing keeps of it",
+            f"d = {d}, f = {f}, or what gradient checkpointing keeps of it, and 4 d of each state beside layers",
         ),
         Line(
             "memory of a GPU, DDP",
