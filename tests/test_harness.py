@@ -4,6 +4,7 @@ import json
 import os
 import random
 import shutil
+import sqlite3
 import subprocess
 import sys
 from functools import partial
@@ -392,6 +393,47 @@ def test_predictions_alone_have_no_curve(model, tasks, tmp_path, monkeypatch, ca
     assert "bypass" not in said and "999" not in said and "Nothing was scored." in said
     assert not list(tmp_path.glob("depth.*"))
     assert len(read(tmp_path / "loops_2", "samples_writing_*.jsonl")) == len(task_documents()["writing"])
+
+
+def scored(prompt: str) -> Instance:
+    return Instance("loglikelihood", {}, (prompt, " a b"), 0, ("", 0, 1))
+
+
+def test_answers_are_written_after_every_batch(model, tmp_path, monkeypatch):
+    """Once for all answers and depths of a batch, so that a run that ends amid a batch loses this one alone."""
+    SqliteDict = pytest.importorskip("sqlitedict").SqliteDict
+    written, commit = [], SqliteDict.commit
+    monkeypatch.setattr(SqliteDict, "commit", lambda *arguments: written.append(arguments) or commit(*arguments))
+    lm = LoopedLM(model, num_loops="1,2,4", batch_size=2, device="cpu", answers=str(tmp_path / "kept"))
+    batches, score = iter(range(3)), lm._from_logits
+
+    def score_two_batches(tokens):
+        if next(batches) == 2:
+            raise KeyboardInterrupt
+        return score(tokens)
+
+    monkeypatch.setattr(lm, "_from_logits", score_two_batches)
+    requests = [scored(prompt) for prompt in ("a", "b c", "d e f", "g h i j", "a c e g i")]
+    with pytest.raises(KeyboardInterrupt):
+        lm.loglikelihood(requests, disable_tqdm=True)
+    assert len(written) == 2
+    in_file = sqlite3.connect(tmp_path / "kept_rank0.db").execute("select count(*) from unnamed").fetchone()
+    assert in_file == (2 * 2 * 3,)  # batches, requests and depths
+
+    monkeypatch.setattr(lm, "_from_logits", score)
+    asked, loglikelihoods = len(written), lm.loglikelihood(requests, disable_tqdm=True)
+    assert len(written) == asked + 1  # the last request, and none for what was kept
+    rolling = [Instance("loglikelihood_rolling", {}, (text,), 0, ("", 0, 1)) for text in ("a b c", "d e")]
+    documents = lm.loglikelihood_rolling(rolling, disable_tqdm=True)
+    texts = lm.generate_until([asked_to_write("a b"), asked_to_write("c")], disable_tqdm=True)
+    assert len(written) == asked + 1 + 1 + len(texts)
+
+    again = LoopedLM(model, num_loops="1,2,4", batch_size=2, device="cpu", answers=str(tmp_path / "kept"))
+    for name in ("_from_logits", "_from_losses", "_model_generate"):
+        monkeypatch.setattr(again, name, lambda *_, name=name, **__: pytest.fail(f"{name} was called again"))
+    assert again.loglikelihood(requests, disable_tqdm=True) == loglikelihoods
+    assert again.loglikelihood_rolling(rolling, disable_tqdm=True) == documents
+    assert again.generate_until([asked_to_write("a b"), asked_to_write("c")], disable_tqdm=True) == texts
 
 
 def test_answers_of_other_weights_are_not_kept(tmp_path):

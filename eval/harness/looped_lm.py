@@ -72,8 +72,9 @@ class LoopedLM(HFLM):
 
         num_loops: depths, such as 4 or 1..4; by default the model's `num_loops`.
         exit_criterion, exit_threshold, min_loops: as in `generate`.
-        answers: file that stores answers, one for each process. An answer is recalled only for the same files of the
-            model, the tokenizer and the adapter, and the same arguments, except those in `CHANGE_NO_ANSWER`.
+        answers: file that stores answers, one for each process, written after every batch. An answer is recalled
+            only for the same files of the model, the tokenizer and the adapter, and the same arguments, except those
+            in `CHANGE_NO_ANSWER`.
         state_seed: seed of the initial state of every scored row and of every generated position; without it, that
             state is zeros.
         device: by default a GPU if there is one.
@@ -170,12 +171,18 @@ class LoopedLM(HFLM):
     def _keep(self, kind: str, arguments, depth: int, answer: Answer):
         self.answers[self._key(kind, arguments, depth)] = tuple(answer)
 
+    def _write_kept(self):
+        """Write to the file what was kept since the last time. One transaction for a batch is the faster way."""
+        if not isinstance(self.answers, dict):
+            self.answers.commit()
+
     def _keep_generated(self, kind: str, arguments, text: str):
         answer = Answer(text, *(self._generated_loops.pop(0) if self._generated_loops else ()))
         if self._is_sampled(arguments[1]):  # not stored: a second answer would differ
             self._count([answer])
         else:
             self._keep(kind, arguments, self.depth, answer)
+            self._write_kept()
 
     def _count(self, answers: list[Answer]):
         for answer in answers:
@@ -224,6 +231,7 @@ class LoopedLM(HFLM):
             for depth, (log_p, misses, loops) in zip(self.depths, sums[:, :, number].tolist()):
                 answer = Answer((log_p, misses == 0), int(loops), len(continuation))
                 self._keep("loglikelihood", arguments, depth, answer)
+        self._write_kept()
 
     def _score_documents(self, requests):
         documents = [self.tok_encode(request.args[0]) for request in requests]
@@ -231,6 +239,7 @@ class LoopedLM(HFLM):
             for depth, (log_p, _, loops) in zip(self.depths, sums.tolist()):
                 answer = Answer(log_p, int(loops), len(document))
                 self._keep("loglikelihood_rolling", request.args, depth, answer)
+        self._write_kept()
 
     def score_documents(self, documents: list[list[int]]) -> list[torch.Tensor]:
         """Return for each document the sums of `score_tokens`, [depths, 3], but greedy misses are not always counted.
@@ -460,4 +469,4 @@ def files_of_model(folder: Path) -> str:
 def open_answers(path: str):
     from sqlitedict import SqliteDict
 
-    return SqliteDict(path, autocommit=True)
+    return SqliteDict(path)
