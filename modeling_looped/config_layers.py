@@ -97,7 +97,12 @@ class DerivedFields(PreTrainedConfig):
     @property
     def num_hidden_layers(self) -> int:
         """Key/value slots of a pass at the configured depth: P + Q + C * (loops that compute keys and values)."""
-        return self.num_slots(self.num_loops)
+        # `num_slots(num_loops)` in the fewest reads of fields: transformers asks for this twice per slot of a cache,
+        # and its configs take long to read a field
+        fields = vars(self)
+        loops, most = -(-fields["num_loops"] // fields["key_value_interval"]), fields["num_key_value_loops"]
+        loops = loops if most is None or loops < most else most
+        return fields["num_prelude_layers"] + fields["num_coda_layers"] + loops * fields["num_core_layers"]
 
     @num_hidden_layers.setter
     def num_hidden_layers(self, value: int):
