@@ -6,7 +6,8 @@ shows a gain. Time over that of torch, with 1 to 8 rows, on AMD (Zen 5) and Inte
 
 - bfloat16 weights in oneDNN's order, since torch reorders them at every product: AMD .46 to .72, Intel two thirds
 - fp32 weights in that order: AMD .35 to .78 with 2 to 8 rows out of cache; with one row .59 to .97 where a weight of
-  2^20 elements or more has up to 768 inputs, and off elsewhere (.9 to 1.4); off on Intel
+  2^20 elements or more has up to 768 inputs, and off elsewhere (1.0 to 1.4 with more inputs; smaller weights gain
+  out of cache alone, .7 to 1, and take 1.0 to 1.8 in it); off on Intel
 - fp32 weights as the left factor, for up to 8 rows: Intel a third; off on AMD, where reordered weights are faster
 - attention of single queries in bfloat16: AMD .10 to .63 with one row, Intel a third
 """
