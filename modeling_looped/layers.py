@@ -25,7 +25,7 @@ from .cpu import attend_single_query, is_slow_single_query, project
 from .cpu_gradients import attend_causally
 from .loop_parameters import LoopDeltas
 from .norms import LoopedNorm, block_norm, weighted_norm
-from .overrides import has_hooks, sdpa_is_as_written
+from .overrides import has_global_hooks, has_hooks, is_as_written, sdpa_is_as_written
 
 
 VALUE_GATE_CHANNELS = 32
@@ -146,6 +146,12 @@ class DeeperSite:
 
     def __call__(self, *args, **kwargs):
         return AttentionSite.forward(self, *args, **kwargs)  # pyrefly: ignore[bad-argument-type]  as the module
+
+
+def is_our_site(site: AttentionSite | DeeperSite) -> bool:
+    """Return whether calling a site is attention as written here, and nothing watches or changes the call."""
+    module = site.site if isinstance(site, DeeperSite) else site
+    return is_as_written(module, "forward") and not has_hooks(module) and not has_global_hooks()
 
 
 class LoopedLayer(nn.Module):
@@ -281,7 +287,9 @@ class LoopedAttention(LoopedLayer):
     def attend(self, site, queries, keys, values, mask, kwargs: dict) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return [rows, length, heads, head_dim], and attention weights or None."""
         is_plain = self.config._attn_implementation == "sdpa" and not kwargs.keys() & {"cache", "is_causal"}
-        if is_plain and not has_hooks(site) and not (self.training and site.attention_dropout.p):
+        is_plain = is_plain and not (self.training and site.attention_dropout.p)
+        may_be_faster = queries.dtype == torch.bfloat16 and not torch.compiler.is_compiling()
+        if may_be_faster and is_plain and is_our_site(site):
             output = attend_on_cpu(queries, keys, values, mask, site.scaling)
             if output is not None:
                 return output.transpose(1, 2), None

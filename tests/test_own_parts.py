@@ -19,9 +19,11 @@ from modeling_looped import (
     LoopedForSequenceClassification,
     SharedPasses,
     checks,
+    cpu_gradients,
 )
 from modeling_looped.auto_classes import AUTO_CLASSES
 from modeling_looped.config_errors import LoopedConfigError
+from modeling_looped.cpu import fast_paths
 from modeling_looped.depth import one_or_rows
 from modeling_looped.exit_criteria import CRITERIA, INITIAL, Criterion
 from modeling_looped.injection import Injection
@@ -271,6 +273,19 @@ def with_own_site(model, monkeypatch):
         site.__class__ = SharperSite
 
 
+def with_replaced_sites(model, monkeypatch):
+    for site in model.model.attention_sites:
+        usual = site.forward
+        site.forward = lambda queries, *args, usual=usual, **kwargs: usual(4 * queries, *args, **kwargs)
+
+
+def with_a_global_hook(model, monkeypatch):
+    def sharper(module, args):
+        return (4 * args[0], *args[1:]) if isinstance(module, AttentionSite) else None
+
+    monkeypatch.setitem(nn.modules.module._global_forward_pre_hooks, "sharper", sharper)
+
+
 def with_own_masks(model, monkeypatch):
     model.model.__class__ = OwnMasks
 
@@ -288,6 +303,27 @@ def test_decoding_in_rows_refuses_attention_that_it_would_not_call(change, optio
     change(model, monkeypatch)
     with pytest.raises(ValueError, match="attention that is not the model's own"):
         model.generate(random_ids(2, 7), max_new_tokens=3, **options)
+
+
+@pytest.mark.parametrize("change", [with_own_site, with_replaced_sites, with_a_global_hook])
+def test_own_sites_are_called_where_the_cpu_has_faster_ways(change, monkeypatch):
+    """Of single queries, and of gradients, in bfloat16."""
+    monkeypatch.setattr(cpu_gradients, "MIN_SIZE", 0)
+    model, ids = tiny_model(num_core_layers=1, num_loops=2, max_position_embeddings=256).bfloat16(), random_ids(2, 200)
+
+    def last_logits():
+        with torch.no_grad():
+            cache = model(ids[:, :-1]).cache
+            single = model(ids[:, -1:], cache=cache).logits
+        return torch.stack([single, model(ids, use_cache=False).logits[:, -1:].detach()])
+
+    before = last_logits()
+    change(model, monkeypatch)
+    found = last_logits()
+    with fast_paths(False):
+        expected = last_logits()
+    torch.testing.assert_close(found, expected, rtol=0, atol=0.1)
+    assert ((found - before).abs().amax((1, 2, 3)) > 0.5).all()
 
 
 def test_a_head_that_reads_weights_of_others_passes_their_gradients():
