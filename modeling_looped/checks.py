@@ -5,6 +5,7 @@ from transformers.utils import logging
 
 from .borrowed import PagedAttentionCache
 from .depth import DepthPlan
+from .overrides import is_wrapped
 
 
 logger = logging.get_logger(__name__)
@@ -90,6 +91,16 @@ def check_layers(config, prelude, core, coda):
             len(blocks) != counted,
             f"this model has {len(blocks)} layers in its {name}, but config.num_{name}_layers={counted}: set that to "
             f"{len(blocks)} too where layers were added or taken away",
+        )
+
+
+def check_serves_deeper_loops(site, slot: int, loop: int):
+    """Refuse a site whose `forward` was replaced where another loop needs one: what replaced it reads this slot."""
+    if "forward" in vars(site) and not is_wrapped(site, site.forward):
+        raise ValueError(
+            f"the forward of attention_sites[{slot}] was replaced, and loop {loop + 1} has no site of its own: run no "
+            "more loops than the model was built with, build it with a larger num_loops, or put a subclass of "
+            "AttentionSite in its place, which deeper loops call too"
         )
 
 

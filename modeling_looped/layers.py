@@ -4,6 +4,7 @@ These modules do not count loops. They get the cache slot that attention fills a
 for each loop (loop_parameters.py), the set to use: `loop_set`, else None.
 """
 
+import copy
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -131,7 +132,8 @@ class AttentionSite(nn.Module):
 
 
 class DeeperSite:
-    """The site of a loop beyond those that the model was built for: an existing site with another `layer_idx`."""
+    """The site of a loop beyond those that the model was built for: an existing site with another `layer_idx`, and
+    without its hooks."""
 
     def __init__(self, site: AttentionSite, slot: int):
         self.site, self.layer_idx = site, slot
@@ -145,7 +147,12 @@ class DeeperSite:
         return self
 
     def __call__(self, *args, **kwargs):
-        return AttentionSite.forward(self, *args, **kwargs)  # pyrefly: ignore[bad-argument-type]  as the module
+        of_class = type(self.site).forward
+        if of_class is AttentionSite.forward:
+            return of_class(self, *args, **kwargs)  # pyrefly: ignore[bad-argument-type]  as the module
+        site = copy.copy(self.site)  # a module, since a forward of others may call that of its base class by `super`
+        site.layer_idx = self.layer_idx
+        return of_class(site, *args, **kwargs)
 
 
 def is_our_site(site: AttentionSite | DeeperSite) -> bool:

@@ -40,6 +40,7 @@ from .checks import (
     check_inputs,
     check_layers,
     check_pass,
+    check_serves_deeper_loops,
     check_softcap,
     check_starts_from_noise,
     is_recorded,
@@ -234,8 +235,10 @@ class LoopedModel(LoopedPreTrainedModel):
         """Return the attention site of a slot. Beyond the configured depth it is no module; passes make it anew."""
         if slot < len(self.attention_sites):
             return cast(AttentionSite, self.attention_sites[slot])
-        first_slot, _ = self.config.split_slot(slot)
-        return DeeperSite(cast(AttentionSite, self.attention_sites[first_slot]), slot)
+        first_slot, loop = self.config.split_slot(slot)
+        site = cast(AttentionSite, self.attention_sites[first_slot])
+        check_serves_deeper_loops(site, first_slot, loop)
+        return DeeperSite(site, slot)
 
     @property
     def computes_again(self) -> bool:

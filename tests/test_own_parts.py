@@ -326,6 +326,41 @@ def test_own_sites_are_called_where_the_cpu_has_faster_ways(change, monkeypatch)
     assert ((found - before).abs().amax((1, 2, 3)) > 0.5).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_own_sites_serve_loops_beyond_the_configured_depth(dtype, monkeypatch):
+    fields = {"num_prelude_layers": 1, "num_core_layers": 2, "eos_token_id": None}
+    shallow, deep = (tiny_model(num_loops=loops, **fields).to(dtype) for loops in (2, 4))
+    deep.load_state_dict(shallow.state_dict())
+    ids, how = random_ids(2, 7), {"num_loops": 4, "max_new_tokens": 5, "do_sample": False}
+    before = deep(ids).logits
+    for model in (shallow, deep):
+        with_own_site(model, monkeypatch)
+    torch.testing.assert_close(shallow(ids, num_loops=4).logits, deep(ids).logits)
+    assert not torch.allclose(deep(ids).logits, before, atol=0.5)
+    assert torch.equal(shallow.generate(ids, **how), deep.generate(ids, **how))
+
+
+def test_a_site_deeper_than_the_config_has_the_slot_of_its_loop():
+    class Noted(AttentionSite):
+        def forward(self, *args, **kwargs):
+            slots.append(self.layer_idx)
+            return super().forward(*args, **kwargs)
+
+    model, slots = tiny_model(num_core_layers=1, num_loops=2), []
+    for site in model.model.attention_sites:
+        site.__class__ = Noted
+    model(random_ids(2, 7), num_loops=4)
+    assert slots == [0, 1, 2, 3]
+
+
+def test_a_replaced_forward_of_a_site_is_refused_beyond_the_configured_depth(monkeypatch):
+    model, ids = tiny_model(num_core_layers=1, num_loops=2), random_ids(2, 7)
+    with_replaced_sites(model, monkeypatch)
+    model(ids)
+    with pytest.raises(ValueError, match=r"forward of attention_sites\[0\] was replaced, and loop 3 has no site"):
+        model(ids, num_loops=3)
+
+
 def test_a_head_that_reads_weights_of_others_passes_their_gradients():
     class TiedHead(nn.Module):
         def __init__(self, embedding):
