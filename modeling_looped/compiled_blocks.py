@@ -4,9 +4,11 @@ The pass is one graph. In it each block is a region, which is compiled at its fi
 later loop. Two calls share a region if they differ in tensors only, so a region takes a slot's tensors, not the cache.
 
 A region writes to its slot, and torch's compiler does not inform the rest of the graph of it. So nothing else in the
-graph may read a slot: positions and masks must be passed in, as `generate` does. Nor does anything that hooks record
-inside a region get out of it. A slot's tensors must be marked as having a fixed address, because CUDA graphs read
-copies of all other tensors.
+graph may read a slot: positions and masks must be passed in, as `generate` does. A slot's tensors must be marked as
+having a fixed address, because CUDA graphs read copies of all other tensors.
+
+Python runs once for all calls of a region. So hooks inside would miss their other calls, and nothing that they record
+would get out: a model that has some goes without regions, as where transformers records outputs of blocks.
 """
 
 from inspect import signature

@@ -80,6 +80,7 @@ from .loop_embedding import LOOP_EMBEDDINGS
 from .loop_parameters import select_set
 from .norms import block_norm
 from .outputs import LoopedModelOutputWithPast, unrecorded
+from .overrides import has_changed_call, has_global_hooks, is_as_written
 from .readouts import AlphaReadout, has_reached, readout_norm
 from .samplers import truncated_normal_
 from .serving_engines import check_for_engine
@@ -240,6 +241,15 @@ class LoopedModel(LoopedPreTrainedModel):
         check_serves_deeper_loops(site, first_slot, loop)
         return DeeperSite(site, slot)
 
+    @torch.compiler.assume_constant_result
+    def differs_by_call(self) -> bool:
+        """Return whether hooks, or functions in the place of others, may see one loop of a block and not the next.
+        Asked while a pass is compiled."""
+        sites = self.attention_sites
+        parts = chain(self.prelude.modules(), self.core.modules(), self.coda.modules(), sites)
+        has_own_sites = not all(is_as_written(site, "forward") for site in sites)  # of which a region calls one
+        return has_own_sites or has_global_hooks() or any(map(has_changed_call, parts))
+
     @property
     def computes_again(self) -> bool:
         return self.checkpoints_loops or any(getattr(block, "gradient_checkpointing", False) for block in self.core)
@@ -345,7 +355,8 @@ class LoopedModel(LoopedPreTrainedModel):
         options: dict,
     ) -> tuple[torch.Tensor, PassContext, Cache | None]:
         """Return the input of the first layer, the context that all blocks of this pass read, and the cache."""
-        has_regions = can_have_regions(cache, attention_mask, position_ids) and not is_recorded(self.config, options)
+        has_regions = can_have_regions(cache, attention_mask, position_ids)
+        has_regions = has_regions and not (is_recorded(self.config, options) or self.differs_by_call())
         # transformers finds packed documents by comparing positions on the device. Positions made here never restart,
         # so it gets only the caller's positions
         of_documents = position_ids

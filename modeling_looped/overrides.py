@@ -58,6 +58,12 @@ def is_changed(module: nn.Module) -> bool:
     return has_foreign_hooks(module) or is_other or any(weight._backward_hooks for weight in weights)
 
 
+def has_changed_call(module) -> bool:
+    """Return whether a call of a module has hooks of others, or a `forward` that replaces that of its class."""
+    forward = vars(module).get("forward")
+    return has_foreign_hooks(module) or not (forward is None or is_wrapped(module, forward))
+
+
 def replaces_method(module, name: str) -> bool:
     """Return whether an attribute of the instance hides a method of its class."""
     return callable(getattr(type(module), name, None))

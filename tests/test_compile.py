@@ -14,6 +14,7 @@ import pytest
 import torch
 from functorch.compile import make_boxed_func
 from packaging.version import Version
+from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._guards import TracingContext
 from transformers import CompileConfig
@@ -23,6 +24,7 @@ from looped_recipes.engine.compiling import blocks_of, compile_blocks, compile_p
 from looped_recipes.engine.validation import validate
 from looped_recipes.settings.recipe import load_recipe
 from modeling_looped import compiled_blocks, cross_entropy
+from modeling_looped.layers import AttentionSite
 from tests.helpers import LIKE_GEMMA2, LIKE_OLMO2, Graphs, quick_and_slow, random_ids, tiny_model
 from tests.helpers_pretrain import SMOKE
 
@@ -333,6 +335,39 @@ def test_what_blocks_record_in_regions(output):
     for step, wanted in zip(found[name][1:], expected[name][1:], strict=True):  # those after the prompt are compiled
         for a, b in zip(step, wanted, strict=True):
             torch.testing.assert_close(a[..., : b.shape[-1]], b)
+
+
+class ChangesTheSecondLoop(AttentionSite):
+    def forward(self, *args, **kwargs):
+        output, weights = super().forward(*args, **kwargs)
+        return (output + 1 if self.layer_idx == 2 else output), weights
+
+
+@pytest.mark.parametrize("how", ["hook", "replaced forward", "hook on all modules", "own sites"])
+def test_what_changes_one_loop_changes_that_loop_of_a_compiled_pass(how, monkeypatch):
+    """A region would be traced once for all loops."""
+    model, calls = build("plain", num_core_layers=2, num_loops=3), [0]
+    inner = model.model.core[0].mlp.down_proj
+    unchanged, _ = decode(model, Graphs(), 3)
+    torch._dynamo.reset()
+
+    def change(module, arguments, output):
+        if module is inner:
+            calls[0] += 1
+        return output + 1 if module is inner and calls[0] % 3 == 2 else output
+
+    if how == "hook":
+        inner.register_forward_hook(change)
+    elif how == "replaced forward":
+        inner.forward = lambda x: change(inner, x, nn.Linear.forward(inner, x))
+    elif how == "hook on all modules":
+        monkeypatch.setitem(nn.modules.module._global_forward_hooks, "change", change)
+    else:
+        for site in model.model.attention_sites:
+            site.__class__ = ChangesTheSecondLoop
+    found, expected = decode(model, Graphs(), 3)
+    assert torch.equal(found, expected) and not torch.equal(found, unchanged)
+    assert calls[0] == (0 if how == "own sites" else 2 * 6 * 3)
 
 
 def test_prompts_of_mixed_depth_decode_uncompiled():
