@@ -13,6 +13,7 @@ from looped_eval.diagnose import dynamics, readout_probes
 from looped_recipes.common import measures
 from looped_recipes.data.tokenizers import train_word
 from modeling_looped import LoopedForCausalLM
+from modeling_looped.injection import AddInjection
 from tests.helpers import random_ids, tiny_config, tiny_model
 from tests.helpers_diagnose import BATCH, DECAY, embedded, known_model, linear_model
 
@@ -73,6 +74,38 @@ def test_spectrum_of_the_readout_map_and_of_addition():
 def test_no_spectrum_without_a_linear_injection():
     with pytest.raises(ValueError, match="injection='none'.*diagonal"):
         dynamics.spectral(tiny_model(), BATCH)
+
+
+class Halved(AddInjection):
+    def forward(self, state, embedded):
+        return super().forward(state / 2, embedded)
+
+
+class Named(AddInjection):
+    pass
+
+
+@pytest.mark.parametrize("how", ["subclass", "replaced forward"])
+def test_no_spectrum_of_an_injection_that_computes_something_else(how):
+    model = tiny_model(injection="add")
+    model.model.injection = Named(model.config)
+    assert dynamics.spectral(model, BATCH)["A"]["spectral_radius"] == 1
+    if how == "subclass":
+        model.model.injection = Halved(model.config)
+    else:
+        model.model.injection.forward = lambda state, embedded: state / 2 + embedded
+    with pytest.raises(ValueError, match="injection='add', .*: its module is (Halved|Named), and spectral needs"):
+        dynamics.spectral(model, BATCH)
+    diagonal = linear_model(DECAY)
+    diagonal.model.injection.forward = lambda state, embedded: state / 2
+    assert measures.spectral_radius(diagonal.model.injection) is None
+
+
+def test_the_spectrum_of_the_readout_map_is_not_rounded_to_single_precision():
+    model = tiny_model(coda_input="linear", num_coda_layers=1, injection="add").double()
+    with torch.no_grad():
+        model.model.coda_proj.weight.copy_((1 + 1e-9) * torch.eye(32, dtype=torch.float64))
+    assert dynamics.spectral(model, BATCH)["C"]["spectral_norm"] - 1 == pytest.approx(1e-9, rel=1e-3)
 
 
 def test_a_linear_loop_multiplies_small_changes_by_its_radius():

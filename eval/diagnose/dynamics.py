@@ -29,6 +29,7 @@ from looped_recipes.common.measures import (
     token_rms,
 )
 from looped_recipes.common.token_losses import perplexity
+from modeling_looped.tensors import at_least_fp32
 
 
 OFF = 1e-3  # distance of a twin state, relative to the norm of the state
@@ -111,8 +112,9 @@ def spectral(model, batch: dict, *, num_loops: int | None = None) -> dict:
     maps = linear_maps(base.injection)
     if maps is None:
         raise ValueError(
-            f"no linear map meets the state of a model with injection={model.config.injection!r}: spectral needs "
-            "injection 'diagonal', 'concat' or 'add'"
+            f"no linear map meets the state of a model with injection={model.config.injection!r}, as far as is known: "
+            f"its module is {type(base.injection).__name__}, and spectral needs injection 'diagonal', 'concat' or "
+            "'add', unchanged"
         )
     state, inputs = maps
     entering = trace(model, batch, depth).entering
@@ -129,7 +131,7 @@ def spectral(model, batch: dict, *, num_loops: int | None = None) -> dict:
             with torch.no_grad():
                 base(**batch, num_loops=depth, use_cache=False)
         weight = base.coda_proj.weight.detach()
-        result["C"] = {"spectral_norm": spectral_norm(weight.float()), "expansion": expansion(weight, seen[-1])}
+        result["C"] = {"spectral_norm": spectral_norm(at_least_fp32(weight)), "expansion": expansion(weight, seen[-1])}
     return result
 
 

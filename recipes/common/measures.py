@@ -11,6 +11,7 @@ import torch
 from torch.nn.utils import get_total_norm
 
 from modeling_looped.injection import AddInjection, ConcatInjection, DiagonalInjection
+from modeling_looped.overrides import is_as_written
 from modeling_looped.tensors import at_least_fp32
 
 
@@ -150,9 +151,16 @@ def oscillation(norms: list[float]) -> float:
 # Linear maps
 
 
+def is_ours(injection: torch.nn.Module) -> bool:
+    """Return whether an injection computes what this package wrote, which a subclass of ours need not do."""
+    return is_as_written(injection, "forward", "before_layer", "normed")
+
+
 def state_map(injection: torch.nn.Module) -> torch.Tensor | None:
     """Return A of the linear map h -> A h + B e, as a matrix or, if diagonal, its entries; None if no map is
-    learned."""
+    learned, or it is not known."""
+    if not is_ours(injection):
+        return None
     if isinstance(injection, DiagonalInjection):
         return whole(injection.decay_and_step()[0]).detach()
     if isinstance(injection, ConcatInjection):
@@ -174,8 +182,8 @@ def input_map(injection: torch.nn.Module) -> torch.Tensor | None:
 
 def linear_maps(injection: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Return A and B, also if they are the identity (Parcae, table 1: addition); None if no linear map is applied to
-    the state."""
-    if isinstance(injection, AddInjection):
+    the state, or it is not known."""
+    if isinstance(injection, AddInjection) and is_ours(injection):
         return torch.ones(1), torch.ones(1)
     state = state_map(injection)
     return None if state is None else (state, input_map(injection))
