@@ -10,6 +10,9 @@ from torch import nn
 
 from looped_eval.common.hooks import rewritten_states, trace
 from looped_eval.diagnose import dynamics, readout_probes
+from looped_eval.diagnose.growth import loop_cosine
+from looped_eval.diagnose.premises import premises
+from looped_eval.diagnose.transfer import lr_transfer
 from looped_recipes.common import measures
 from looped_recipes.data.tokenizers import train_word
 from modeling_looped import LoopedForCausalLM
@@ -433,6 +436,21 @@ def test_a_measure_in_the_middle_of_training_changes_nothing(probe):
 def test_impossible_depths_are_refused(probe, depth):
     with pytest.raises(ValueError, match="num_loops must be a whole number of at least 1"):
         probe(tiny_model(injection="diagonal"), BATCH, num_loops=depth)
+
+
+@pytest.mark.parametrize("probe", [*PROBES, premises, loop_cosine, lr_transfer, readout_probes.exit_weighted])
+def test_padding_is_refused(probe):
+    model = tiny_model(injection="diagonal", exit_gate="raw")
+    of = model.config if probe is lr_transfer else model
+    mask = torch.ones_like(BATCH["input_ids"])
+    mask[1, 5:] = 0
+    with pytest.raises(ValueError, match="leaves out 2 of 14 tokens, .* rows of one length, or one row at a time"):
+        probe(of, {**BATCH, "attention_mask": mask})
+
+
+def test_a_mask_of_ones_changes_no_measure():
+    batch = {**BATCH, "attention_mask": torch.ones_like(BATCH["input_ids"])}
+    assert dynamics.depth_curve(tiny_model(), batch)["ce"] == dynamics.depth_curve(tiny_model(), BATCH)["ce"]
 
 
 def test_too_few_loops_are_refused():

@@ -109,8 +109,19 @@ def rewritten_states(model, rewrite: Callable[[int, torch.Tensor], torch.Tensor]
         yield
 
 
-def depth_of(model, num_loops: int | None) -> int:
-    """Return `num_loops` if it is set and valid, else the depth at which the model was trained."""
+def check_batch(batch: dict):
+    """Refuse padding, which measures would count as text."""
+    mask = batch.get("attention_mask")
+    if torch.is_tensor(mask) and mask.ndim == 2 and not mask.all():
+        raise ValueError(
+            f"the attention_mask leaves out {int((mask == 0).sum())} of {mask.numel()} tokens, but measures count "
+            "every token of a batch as text: pass rows of one length, or one row at a time"
+        )
+
+
+def depth_of(model, batch: dict, num_loops: int | None) -> int:
+    """Return `num_loops` if it is set and valid, else the depth at which the model was trained; check the batch."""
+    check_batch(batch)
     if num_loops is None:
         return model.trained_depth
     if isinstance(num_loops, bool) or not isinstance(num_loops, int) or num_loops < 1:

@@ -10,6 +10,7 @@ import math
 import torch
 
 from looped_eval.common.hooks import (
+    check_batch,
     depth_of,
     evaluating,
     final_loss,
@@ -41,7 +42,7 @@ def norm_trajectory(model, batch: dict, *, num_loops: int | None = None) -> dict
     Fully Looped, figure 2, shows one loop over training steps; a run's metrics.jsonl has these norms over steps,
     computed by the same function.
     """
-    trajectory = trace(model, batch, depth_of(model, num_loops)).trajectory
+    trajectory = trace(model, batch, depth_of(model, batch, num_loops)).trajectory
     norms = [mean_norm(state) for state in trajectory]
     return {
         "loop": list(range(len(norms))),
@@ -77,7 +78,7 @@ def depth_curve(model, batch: dict, *, num_loops: int | None = None) -> dict:
     of the state before and after the norm or damping between loops; the last loop has no norm_after. num_loops: by
     default twice the trained depth.
     """
-    depth = depth_of(model, 2 * model.trained_depth if num_loops is None else num_loops)
+    depth = depth_of(model, batch, 2 * model.trained_depth if num_loops is None else num_loops)
     losses = losses_at_every_depth(model, batch, depth)
     seen = trace(model, batch, depth)
     at = min(depth, model.trained_depth)
@@ -108,7 +109,7 @@ def spectral(model, batch: dict, *, num_loops: int | None = None) -> dict:
     that multiplies the state for concat, and the identity for addition. B: norm. C: the map into the coda, if there is
     one. Expansions are measured on the states that occur: ||A h_t|| / ||h_t|| over the loops, ||C H_K|| / ||H_K||.
     """
-    base, depth = model.model, depth_of(model, num_loops)
+    base, depth = model.model, depth_of(model, batch, num_loops)
     maps = linear_maps(base.injection)
     if maps is None:
         raise ValueError(
@@ -142,7 +143,7 @@ def state_dynamics(model, batch: dict, *, num_loops: int | None = None) -> dict:
     one. Prelude: the embedding, after each prelude layer, and e, the input of the loops. num_loops: by default 24 or
     the trained depth, whichever is more.
     """
-    depth = depth_of(model, max(24, model.trained_depth) if num_loops is None else num_loops)
+    depth = depth_of(model, batch, max(24, model.trained_depth) if num_loops is None else num_loops)
     seen = trace(model, batch, depth)
     trajectory = seen.trajectory
     layers = len(model.model.prelude)
@@ -167,7 +168,7 @@ def sensitivity(model, batch: dict, *, num_loops: int | None = None) -> dict:
     is measured and rescaled to a thousandth, so that it turns into the direction of largest growth. exponent: the mean
     logarithm of the growth in the later half. num_loops: by default 24 or the trained depth, whichever is more.
     """
-    depth = depth_of(model, max(24, model.trained_depth) if num_loops is None else num_loops)
+    depth = depth_of(model, batch, max(24, model.trained_depth) if num_loops is None else num_loops)
     if depth < 2:
         raise ValueError(f"what a loop does to a change of the state needs num_loops of at least 2, got {depth}")
     generator, growth, before = torch.Generator().manual_seed(0), [], None
@@ -233,6 +234,7 @@ def gradient_norms(
     A copy of the model takes AdamW steps on the rows of the batch in turn. oscillation: the standard deviation of
     log(g_{t+1} / g_t). The metrics.jsonl of a run has the norms during training, for every layer of the core.
     """
+    check_batch(batch)
     if steps < 3 or not 1 <= rows_per_step <= len(batch["input_ids"]):
         raise ValueError(
             f"oscillation needs at least 3 steps and 1 to {len(batch['input_ids'])} rows per step, got "

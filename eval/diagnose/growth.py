@@ -285,7 +285,7 @@ def loop_cosine(
     `steps` optimizer steps (figure 3); copies = 0 leaves them out. Shared weights give dense positive cosines,
     independent weights do not; `energy` is R^2 and its parts.
     """
-    depth = depth_of(model, num_loops)
+    depth = depth_of(model, batch, num_loops)
     if depth < 2 or copies == 1 or copies < 0:
         raise ValueError(
             f"cosines between loops need at least 2 of them, got num_loops={depth} and copies={copies} (0: none)"

@@ -90,7 +90,7 @@ def premises(model, batch: dict, *, num_loops: int | None = None) -> dict:
     vectors are orthogonal. Theorem 1 needs residuals of loops that overlap at every N, theorem 3 residuals of layers
     that do not (1/count). If the model norms what a branch adds, that norm comes after what is measured here.
     """
-    depth = depth_of(model, num_loops)
+    depth = depth_of(model, batch, num_loops)
     if depth < 2:
         raise ValueError(f"an overlap of loops needs at least 2 of them, got num_loops={depth}")
     config, watched = model.config, branches(model)

@@ -31,7 +31,7 @@ def radial_gradient(model, batch: dict, *, num_loops: int | None = None) -> dict
 
     Lemma 1: both are 0 for a readout that does not depend on scale, up to the norm's epsilon, O(eps / s^2).
     """
-    depth = depth_of(model, num_loops)
+    depth = depth_of(model, batch, num_loops)
     result = {"loop": list(range(1, depth + 1)), "r": [], "g": [], "norm": [], "entropy": [], "margin": [], "ce": []}
     for k in result["loop"]:
         leaf = None
@@ -63,7 +63,7 @@ def scale_sweep(
     num_loops: int | None = None,
 ) -> dict:
     """Cross-entropy of the final readout of alpha * H_K (figures 5 and 6): flat where scale is not seen."""
-    depth = depth_of(model, num_loops)
+    depth = depth_of(model, batch, num_loops)
     bad = [alpha for alpha in alphas if not 0 < alpha < float("inf")]
     if bad or not len(alphas):
         raise ValueError(f"alphas must be positive and finite, and at least one, got {list(alphas)}")
@@ -107,7 +107,7 @@ def radial_clamp(model, batch: dict, *, num_loops: int | None = None) -> dict:
     ("remove_radial"), before readout and recurrence. delta_ce and norm_ratio compare the cross-entropy and the norm of
     H_K with those of the unchanged pass.
     """
-    depth = depth_of(model, num_loops)
+    depth = depth_of(model, batch, num_loops)
     if depth < 2:
         raise ValueError(f"a clamp holds what later loops do to loop 1, so num_loops must be at least 2, got {depth}")
     result = {"num_loops": depth}
@@ -144,7 +144,7 @@ def update_decomposition(model, batch: dict, *, num_loops: int = 30) -> dict:
 
     Averages over tokens at every loop; the table averages loops k >= 10.
     """
-    depth = depth_of(model, num_loops)
+    depth = depth_of(model, batch, num_loops)
     if depth <= SETTLED:
         raise ValueError(f"the table averages loops from {SETTLED} on: num_loops must be above {SETTLED}, got {depth}")
     states = trace(model, batch, depth).states
@@ -166,7 +166,7 @@ def update_decomposition(model, batch: dict, *, num_loops: int = 30) -> dict:
 
 def token_norms(model, batch: dict, classes: dict | None = None, *, num_loops: int | None = None) -> dict:
     """||H_K|| of single tokens: mean, median, p99, max, std, of all and by what the token is (table 10)."""
-    depth = depth_of(model, num_loops)
+    depth = depth_of(model, batch, num_loops)
     state = trace(model, batch, depth).states[-1]
     norms = token_rms(state) * state.shape[-1] ** 0.5
     result = {"num_loops": depth, "tokens": norms.numel(), **distribution(norms)}
@@ -197,7 +197,7 @@ def exit_weighted(model, batch: dict, *, num_loops: int | None = None) -> dict:
     """
     if model.exit_gate is None:
         raise ValueError("exit-weighted logits need an exit gate, but this model has exit_gate='none'")
-    depth = depth_of(model, num_loops)
+    depth = depth_of(model, batch, num_loops)
     with evaluating(model), torch.no_grad():
         outputs = model(
             **batch, num_loops=depth, output_loop_logits=True, output_exit_probabilities=True, use_cache=False
@@ -232,7 +232,7 @@ def future_signal(model, batch: dict, *, num_loops: int | None = None, horizon: 
 
         constant[k, t] = size[k, t] s_k / t,    t >= 1
     """
-    depth = depth_of(model, num_loops)
+    depth = depth_of(model, batch, num_loops)
     factors, scale = [], []
 
     def grow(_, state):

@@ -5,7 +5,7 @@ import math
 import torch
 from transformers import get_wsd_schedule
 
-from looped_eval.common.hooks import evaluating, own_randomness
+from looped_eval.common.hooks import check_batch, evaluating, own_randomness
 from looped_eval.common.progress import progress
 from looped_recipes.common.optimum import optimum, shifts
 from looped_recipes.common.token_losses import next_token_losses
@@ -51,6 +51,7 @@ def trained_loss(
 
 
 def check_grid(batch: dict, loops, rates, rules, layers, steps: int, seeds: int, max_loss):
+    check_batch(batch)
     unknown = [rule for rule in rules if rule not in RULES]
     if unknown:
         raise ValueError(f"rules must be among {', '.join(RULES)}, got {unknown[0]!r}")
