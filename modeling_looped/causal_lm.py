@@ -97,7 +97,8 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
             `LoopedModel`.
         exit_rule: let each token (or, with `per_sequence`, each row) stop at the loop where its criterion is met;
             `num_loops` is then the maximum. selection="after" runs all loops and reads each token out at its exit;
-            "weighted" runs all loops and weights the logits of each with the probability of an exit there.
+            "weighted" runs all loops and weights the logits of each with the probability of an exit there. In
+            hidden_states, the states of a token after its exit are of loops that were not used.
         labels: [batch, length] tokens, shifted here; -100 is ignored. Or `shift_labels`, already shifted.
             The returned loss is the training objective, over all loops if `config.loop_loss` says so; for a
             perplexity take the last of `loop_losses`, with output_loop_losses=True.
