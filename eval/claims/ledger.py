@@ -21,7 +21,7 @@ HOW = (
     "above; it disagrees where it holds 0 and not half of the paper's size. A bound, which is ours where the paper's "
     "number stands beside it, agrees where the interval lies below it. Open: the interval does not decide, or there "
     "is one seed. By construction: no model of this kind could give another number; it is not counted. Where three "
-    "seeds left claims open, some have four or six; their intervals are then a little too narrow, since seeds were "
+    "seeds left claims open, some have six; their intervals are then a little too narrow, since seeds were "
     "added by what was seen."
 )
 WORDS = {
