@@ -19,14 +19,18 @@ WAYS = {"sdpa": "apart", "flex_attention": "pages"}
 
 
 class Timed(SharedPasses):
-    """Records the seconds of passes in which all rows take part."""
+    """Records the seconds of passes in which all rows take part; the first pass waits until all are there."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.seconds: list[float] = []
+        self.has_begun = False
 
     def tick(self):
         is_full = len(self.decoders) == self.max_rows and not any(decoder.is_done for decoder in self.decoders)
+        self.has_begun |= is_full
+        if not self.has_begun:
+            return
         start = now()
         super().tick()
         if is_full:
