@@ -5,9 +5,8 @@ A reader can skip this file: up to rounding, `project(layer, x)` is `layer(x)` a
 shows a gain. Time over that of torch, with 1 to 8 rows, on AMD (Zen 5) and Intel (AVX512):
 
 - bfloat16 weights in oneDNN's order, since torch reorders them at every product: AMD .46 to .72, Intel two thirds
-- fp32 weights in that order: AMD .35 to .78 with 2 to 8 rows out of cache; with one row .59 to .97 where a weight of
-  2^20 elements or more has up to 768 inputs, and off elsewhere (1.0 to 1.4 with more inputs; smaller weights gain
-  out of cache alone, .7 to 1, and take 1.0 to 1.8 in it); off on Intel
+- fp32 weights in that order: AMD .56 to .73 with one row on two threads (on one thread .6 to 1.1, and more for small
+  weights in cache), .12 to .53 with more; off on Intel
 - fp32 weights as the left factor, for up to 8 rows: Intel a third; off on AMD, where reordered weights are faster
 - attention of single queries in bfloat16: AMD .10 to .63 with one row, Intel a third
 """
@@ -39,7 +38,6 @@ FEWEST_ROWS = 1 if CAPABILITY.startswith("AVX512") else 2
 MIN_SIZE = 2**14  # elements of fp32 weights: below, a transposition costs more than it saves
 MIN_ORDERED_SIZE = 2**16  # elements of bfloat16 weights: below, reordering gains nothing
 MIN_ORDERED_FP32_SIZE = 2**17
-MIN_ONE_ROW_SIZE, MOST_ONE_ROW_INPUTS = 2**20, 768  # of ordered fp32 weights that gain with one row too: heads, mostly
 READS_BEFORE_ORDERING = 8  # reordering weights takes as long as about ten products with them
 
 
@@ -173,12 +171,6 @@ def can_be_ordered(weight: torch.Tensor) -> bool:
         return False
 
 
-def gains_with_one_row(weight: torch.Tensor) -> bool:
-    """Return whether the order of oneDNN gains with a single row too, for weights that `can_be_ordered`."""
-    is_wide = weight.numel() >= MIN_ONE_ROW_SIZE and weight.shape[1] <= MOST_ONE_ROW_INPUTS
-    return is_wide or weight.dtype != torch.float32
-
-
 class RepeatedProduct:
     """x W^T + b of one plain layer in one generation.
 
@@ -189,7 +181,6 @@ class RepeatedProduct:
     def __init__(self, layer: nn.Linear):
         self.layer, self.weight, self.dtype = layer, layer.weight, layer.weight.dtype
         self.can_be_ordered, self.goes_to_the_left = can_be_ordered(layer.weight), goes_to_the_left(layer.weight)
-        self.fewest_ordered_rows = 1 if gains_with_one_row(layer.weight) else 2
         self.reads = 0
         self.ordered: torch.Tensor | None = None
         self.ordered_from: tuple | None = None  # `content_of` the weights at that time
@@ -206,10 +197,9 @@ class RepeatedProduct:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor | None:
         """Return the product, or None where torch is as fast."""
-        rows = x.numel() // self.layer.in_features
         if self.can_be_ordered:
-            is_slow = torch.is_grad_enabled() or rows < self.fewest_ordered_rows
-            return None if is_slow else self.multiply_ordered(x)
+            return None if torch.is_grad_enabled() else self.multiply_ordered(x)
+        rows = x.numel() // self.layer.in_features
         if self.goes_to_the_left and FEWEST_ROWS <= rows <= FEW_ROWS:
             return multiply_weight_with_rows(self.layer, x)
         return None

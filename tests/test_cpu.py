@@ -200,7 +200,6 @@ def orders_fp32(monkeypatch):
     """Whatever the processor and the size, fp32 weights are ordered as on those of AMD."""
     monkeypatch.setattr(cpu, "maker", lambda: "AMD")
     monkeypatch.setattr(cpu, "MIN_ORDERED_FP32_SIZE", 0)
-    monkeypatch.setattr(cpu, "MIN_ONE_ROW_SIZE", 0)
 
 
 @needs_order
@@ -232,25 +231,6 @@ def test_fp32_goes_the_way_that_was_measured_to_gain(maker, way, monkeypatch):
     assert (cpu.can_be_ordered(layer.weight), cpu.goes_to_the_left(layer.weight)) == (way == "ordered", way == "left")
     with decoding(layer):
         assert (layer in cpu._products.get()) == (way is not None)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "shape", "gains"),
-    [
-        (torch.float32, (512, 512), False),
-        (torch.float32, (256, 4096), True),
-        (torch.float32, (1024, 2048), False),
-        (torch.bfloat16, (512, 512), True),
-    ],
-    ids=str,
-)
-def test_one_row_is_ordered_only_where_it_gains(dtype, shape, gains, monkeypatch):
-    """Weights that are read by one row alone, and gain nothing by it, are not kept a second time."""
-    stand_in(monkeypatch, **OPERATORS)
-    monkeypatch.setattr(cpu, "maker", lambda: "AMD")
-    layer = Linear(*shape, bias=False).to(dtype)
-    assert (read_often(layer, torch.randn(1, 1, shape[0]).to(dtype))[1] is not None) == gains
-    assert read_often(layer, torch.randn(2, 1, shape[0]).to(dtype))[1] is not None
 
 
 def test_requests_that_share_passes_share_what_is_kept(orders_fp32, monkeypatch):
