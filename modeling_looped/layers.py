@@ -295,8 +295,8 @@ class LoopedAttention(LoopedLayer):
         """Return [rows, length, heads, head_dim], and attention weights or None."""
         is_plain = self.config._attn_implementation == "sdpa" and not kwargs.keys() & {"cache", "is_causal"}
         is_plain = is_plain and not (self.training and site.attention_dropout.p)
-        may_be_faster = queries.dtype == torch.bfloat16 and not torch.compiler.is_compiling()
-        if may_be_faster and is_plain and is_our_site(site):
+        may_be_faster = queries.dtype == torch.bfloat16 and queries.device.type == "cpu"
+        if may_be_faster and is_plain and not torch.compiler.is_compiling() and is_our_site(site):
             output = attend_on_cpu(queries, keys, values, mask, site.scaling)
             if output is not None:
                 return output.transpose(1, 2), None

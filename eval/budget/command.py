@@ -143,31 +143,20 @@ def measure(
     return {name: points[""] for name, points in curves.items()}, better
 
 
-def over_seeds(found: dict[str, list[dict[str, dict[int, Point]]]]) -> Curves:
-    """Return mean and standard deviation over the folders of each model; for one folder, value and standard error."""
+def over_seeds(found: dict[str, list[dict[str, dict[int, Point]]]], of_means: bool = False) -> Curves:
+    """Return mean and standard deviation over the folders of each model, or with `of_means` the standard error of the
+    mean; for one folder, value and standard error."""
     curves: Curves = {}
     for name, seeds in found.items():
         for measured in seeds[0]:
             for depth in seeds[0][measured]:
                 values = [seed[measured][depth][0] for seed in seeds]
-                deviation = statistics.stdev(values) if len(values) > 1 else seeds[0][measured][depth][1]
+                spread = statistics.stdev(values) if len(values) > 1 else seeds[0][measured][depth][1]
+                if of_means and len(values) > 1:
+                    spread /= math.sqrt(len(values))
                 points = curves.setdefault(measured, {}).setdefault(name, {})
-                points[depth] = (statistics.fmean(values), deviation)
+                points[depth] = (statistics.fmean(values), spread)
     return curves
-
-
-def errors_of_means(curves: Curves, models: dict[str, list[str]]) -> Curves:
-    """Return the curves with the standard error of each mean in the place of the deviation over folders."""
-    return {
-        measure: {
-            name: {
-                depth: (value, deviation and deviation / math.sqrt(len(models[name])))
-                for depth, (value, deviation) in points.items()
-            }
-            for name, points in of_models.items()
-        }
-        for measure, of_models in curves.items()
-    }
 
 
 def what_spreads_are(curves: Curves, precision: Curves, models: dict[str, list[str]]) -> list[str]:
@@ -239,6 +228,5 @@ def main(arguments: list[str] | None = None):
     write_json(args.output / "budget.json", record, args.command)
     draw(curves, args.output / "budget.svg")
     print(f"written: {args.output / 'budget.md'}, budget.json and budget.svg")
-    say_result(
-        best_depths(errors_of_means(curves, models), better), typed("looped halting", next(iter(models.values()))[0])
-    )
+    first = next(iter(models.values()))[0]
+    say_result(best_depths(over_seeds(found, of_means=True), better), typed("looped halting", first))

@@ -3,7 +3,7 @@ seed."""
 
 import math
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from functools import partial
 from statistics import fmean
 from typing import NamedTuple
 
@@ -25,8 +25,8 @@ class Trained(NamedTuple):
     def claim(self, where: str, says: str, number: str, read: Number, rule: Rule, **more) -> Claim:
         return Claim(where, says, number, self.size, self.source, self.over_seeds(read), rule, **more)
 
-    def over_seeds(self, number: Number) -> Callable[[dict], Estimate | None]:
-        """Return a function that estimates `number` over the seeds that have it. Earlier seeds have fewer systems and
+    def of_seed(self, number: Number) -> Callable[[dict], float | None]:
+        """Return a function that reads `number`, or None where a seed lacks it. Earlier seeds have fewer systems and
         probes, models that learnt nothing are left out, and a diverged run has neither norm nor probe."""
 
         def read(content: dict) -> float | None:
@@ -35,7 +35,11 @@ class Trained(NamedTuple):
             except KeyError:
                 return None
 
-        return each_seed(read)
+        return read
+
+    def over_seeds(self, number: Number) -> Callable[[dict], Estimate | None]:
+        """Return a function that estimates `number` over the seeds that have it."""
+        return each_seed(self.of_seed(number))
 
 
 def learnt(runs: Iterable[dict], frequencies: float) -> list[dict]:
@@ -72,16 +76,11 @@ def norm_ratio(first: str, second: str) -> Number:
 def spread_ratio(trained: Trained, first: str, second: str) -> Callable[[dict], Estimate | None]:
     """Log10 of how much more the logarithm of the first system's norm varies from seed to seed than the second's."""
 
-    def read(content: dict) -> Estimate | None:
-        values = {system: [] for system in (first, second)}
-        for seed in content["seeds"].values():
-            runs = {"runs": learnt(seed["runs"], trained.frequencies)}
-            for system, norms in values.items():
-                with suppress(KeyError):
-                    norms.append(math.log(norm(runs, system)))
-        return ratio_of_spreads(*values.values())
+    def logarithms(content: dict, system: str) -> list[float]:
+        norms = map(trained.of_seed(partial(norm, system=system)), content["seeds"].values())
+        return [math.log(each) for each in norms if each is not None]
 
-    return read
+    return lambda content: ratio_of_spreads(logarithms(content, first), logarithms(content, second))
 
 
 def loss_more(first: str, second: str, depth: int = 4) -> Number:

@@ -84,13 +84,11 @@ class Rule(Protocol):
     @property
     def words(self) -> str: ...
 
-    def judge(self, found: Estimate, low: float, high: float) -> str: ...
+    def judge(self, value: float, low: float, high: float) -> str: ...
 
 
 def verdict(rule: Rule, estimate: Estimate) -> str:
-    if estimate.low is None or estimate.high is None:
-        return OPEN
-    return rule.judge(estimate, estimate.low, estimate.high)
+    return OPEN if estimate.low is None else rule.judge(estimate.value, estimate.low, estimate.high)
 
 
 @dataclass(frozen=True)
@@ -104,7 +102,7 @@ class Near:
     def words(self) -> str:
         return f"{self.published:g} ± {self.within:g}"
 
-    def judge(self, found: Estimate, low: float, high: float) -> str:
+    def judge(self, value: float, low: float, high: float) -> str:
         """Agree if the interval is inside the band, open if it only overlaps the band. Outside the band, weaker if the
         interval has the paper's sign and is nearer to 0; else disagree."""
         least, most = self.published - self.within, self.published + self.within
@@ -126,15 +124,17 @@ class Effect:
     def words(self) -> str:
         return "above 0" if self.published is None else f"{self.published:.3g}"
 
-    def judge(self, found: Estimate, low: float, high: float) -> str:
+    def judge(self, value: float, low: float, high: float) -> str:
         """Disagree if the interval reaches down to 0 but not up to half of the paper's size. Above 0, weaker or
         stronger if all of the interval is; open if only the number is."""
-        least, most = ((self.published or 0.0) / 2, math.inf if self.published is None else 2 * self.published)
+        least, most = (0.0, math.inf) if self.published is None else (self.published / 2, 2 * self.published)
         if low <= 0:
             return DISAGREES if high < least or high <= 0 else OPEN
-        if high < least or low > most:
-            return WEAKER if high < least else STRONGER
-        return AGREES if least <= found.value <= most else OPEN
+        if high < least:
+            return WEAKER
+        if low > most:
+            return STRONGER
+        return AGREES if least <= value <= most else OPEN
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ class Differs:
     def words(self) -> str:
         return "not 0"
 
-    def judge(self, found: Estimate, low: float, high: float) -> str:
+    def judge(self, value: float, low: float, high: float) -> str:
         return OPEN if low <= 0 <= high else AGREES
 
 
@@ -159,7 +159,7 @@ class AtLeast:
     def words(self) -> str:
         return f"at least {self.bound:g}"
 
-    def judge(self, found: Estimate, low: float, high: float) -> str:
+    def judge(self, value: float, low: float, high: float) -> str:
         return AGREES if low >= self.bound else DISAGREES if high < self.bound else OPEN
 
 
@@ -175,5 +175,5 @@ class AtMost:
         bound = f"at most {self.bound:g}"
         return bound if self.published is None else f"{self.published:g}, here {bound}"
 
-    def judge(self, found: Estimate, low: float, high: float) -> str:
+    def judge(self, value: float, low: float, high: float) -> str:
         return AGREES if high <= self.bound else DISAGREES if low > self.bound else OPEN
