@@ -3,7 +3,7 @@
 import functools
 from typing import Any
 
-from huggingface_hub.errors import StrictDataclassClassValidationError, StrictDataclassError
+from huggingface_hub.errors import StrictDataclassError
 
 
 class LoopedConfigError(StrictDataclassError, ValueError):
@@ -21,9 +21,7 @@ def raise_value_errors(cls):
             except StrictDataclassError as error:
                 if isinstance(error, ValueError):
                     raise
-                of_fields_together = isinstance(error, StrictDataclassClassValidationError)
-                said = error.__cause__ if of_fields_together and error.__cause__ else error  # names the fields
-                raise LoopedConfigError(str(said)) from error
+                raise LoopedConfigError(str(error.__cause__ or error)) from error  # the cause names the fields
 
         return wrapper
 

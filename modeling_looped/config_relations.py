@@ -6,6 +6,7 @@ from .borrowed import look_up
 from .config_layers import LAYER_TYPES, SHARED_ROPE
 
 
+LOSSES_OF_GATES = ("exit_weighted", "exit_weighted_logits", "gate")  # values of loop_loss that read the exit gate
 MOST_LAYERS, LARGEST_SIZE = 10**4, 10**9  # far above any model; larger ones would take hours to build, or overflow
 
 
@@ -194,7 +195,7 @@ def check_readout(config):
             f"exit_gate='normed' reads the readout norm, but readout_norm={config.readout_norm!r} has none; use "
             "exit_gate='raw'"
         )
-    if config.loop_loss in ("exit_weighted", "exit_weighted_logits", "gate") and config.exit_gate == "none":
+    if config.loop_loss in LOSSES_OF_GATES and config.exit_gate == "none":
         raise ValueError(f"loop_loss={config.loop_loss!r} needs an exit gate: set exit_gate to 'raw' or 'normed'")
     if config.loop_loss == "gate" and config.state_losses:
         raise ValueError(

@@ -114,13 +114,13 @@ class LoopedConfig(DerivedFields):
             injection: "none"; "learned" (a vector per loop, zero at first); "sinusoidal" (fixed, of t, amplitude 1);
             "time" (an MLP of t/K and 1/K, zero at first). "modulation" is the latter as factors on what each branch of
             the core reads and adds, 1 at first (LoopFormer, whose branches start at 0). Both of these follow the depth
-            K of the run, so a depth-k prefix is not a depth-k run, as with residual_depth "run".
+            K of the run, so the first k loops of a deeper run are not a run of k loops, as with residual_depth "run".
         num_loop_parameters (`int`, *optional*): sets of what loops have of their own; deeper loops take the last. By
             default `trained_depth`; saved with the model, whatever its depths are set to.
-        key_value_interval, num_key_value_loops (`int`, `int`, *optional*): the core computes keys and values at every
-            n-th loop, and at so many loops at most; the loops in between and after attend to those of the last loop
-            that did. They have no cache slots, and no token sees of another what a later loop would have known, so
-            training runs all tokens at once. One loop is recursive key/value sharing (Mixture-of-Recursions).
+        key_value_interval, num_key_value_loops (`int`, `int`, *optional*): the core computes keys and values only at
+            every n-th loop, and in at most `num_key_value_loops` loops. All other loops attend to those of the last
+            loop that computed them, and have no cache slots. Training still runs all tokens at once. One loop is
+            recursive key/value sharing (Mixture-of-Recursions).
     Readouts
         readout_norm: "rmsnorm", "layernorm" or "none" (raw). "final_only" is raw below `trained_depth` and normed
             from there on, "final_raw" normed below and raw from there on. "alpha" reads x (s_ref / rms x)^(1 - alpha),
@@ -324,26 +324,36 @@ class LoopedConfig(DerivedFields):
         return sorted(PRESETS)
 
     @classmethod
-    def _check_names(cls, extra: dict[str, Any], consequence: str | None):
-        """Refuse keys that stand for a field. Warn of other keys that no tool is known to write, unless `consequence`,
-        the end of that message, is None."""
+    def _refuse_misnamed(cls, given: dict[str, Any]) -> dict[str, str | None]:
+        """Refuse keys that stand for a field. Return the other keys that no tool is known to write, with advice."""
         known = [*(field.name for field in fields(cls)), *cls.attribute_map]
-        unknown = [key for key in extra if key not in known and not hasattr(PreTrainedConfig, key)]
-        for key in unknown:
+        unknown: dict[str, str | None] = {}
+        for key in given:
+            if key in known or hasattr(PreTrainedConfig, key):
+                continue
             advice = meant(key, known, FIELD_OF)
             if advice and key not in SPELLINGS_OF_EPS and key not in KEYS_OF_TOOLS:
                 raise LoopedConfigError(f"LoopedConfig has no field `{key}`; did you mean `{advice}`?")
             if isinstance(getattr(cls, key, None), property):
-                raise LoopedConfigError(f"{key}={extra[key]!r} cannot be set: it is derived from other fields")
-            is_of_tools = key.startswith("_") or key in KEYS_OF_TOOLS or key in GENERATION_FIELDS
-            if consequence is not None and extra[key] is not None and not is_of_tools:
+                raise LoopedConfigError(f"{key}={given[key]!r} cannot be set: it is derived from other fields")
+            if not (key.startswith("_") or key in KEYS_OF_TOOLS or key in GENERATION_FIELDS):
+                unknown[key] = advice
+        return unknown
+
+    @classmethod
+    def _check_names(cls, given: dict[str, Any], consequence: str):
+        """Refuse keys that stand for a field, and warn of other unknown keys. consequence: the end of the warning."""
+        for key, advice in cls._refuse_misnamed(given).items():
+            if given[key] is not None:
                 hint = f" Did you mean `{advice}`?" if advice else ""
                 logger.warning_once(f"LoopedConfig has no field `{key}`, so {consequence}.{hint}")
 
     def __setattr__(self, name: str, value: Any):
         if name in FIELD_OF or not (name.startswith("_") or hasattr(type(self), name)):
-            # tools store attributes of their own in a config
-            self._check_names({name: value}, "nothing in the model reads it" if name in SPELLINGS_OF_EPS else None)
+            if name in SPELLINGS_OF_EPS:
+                self._check_names({name: value}, "nothing in the model reads it")
+            else:  # no warning: tools store attributes of their own in a config
+                self._refuse_misnamed({name: value})
         super().__setattr__(name, value)
 
     @property
@@ -381,7 +391,7 @@ class LoopedConfig(DerivedFields):
             pattern = pattern_of_version_1({**config_dict, **kwargs})
             config_dict = {**config_dict, "format_version": FORMAT_VERSION, "window_pattern": pattern}
         if kwargs.get("return_unused_kwargs"):  # the caller gets the unused arguments back
-            cls._check_names(kwargs, None)
+            cls._refuse_misnamed(kwargs)
         else:
             not_of_tokenizers = {name: value for name, value in kwargs.items() if name not in ARGUMENTS_OF_TOKENIZERS}
             cls._check_names(not_of_tokenizers, "it is passed over")

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,6 +17,17 @@ def rotary_by_kind(trunk, stacked: torch.Tensor | None) -> dict[str, tuple[torch
         return {}
     tables = stacked.unbind(2)
     return dict(zip(trunk.ropes, zip(tables[::2], tables[1::2])))
+
+
+class LoopInputs(NamedTuple):
+    """What the blocks of one loop get beside the stream. The defaults are those of prelude and coda."""
+
+    residual_factor: float | torch.Tensor
+    is_first: bool | torch.Tensor = True
+    slots_before: int = 0  # cache slots of earlier loops
+    time: torch.Tensor | None = None  # embedding of the loop, for blocks that it modulates
+    loop_set: int | torch.Tensor | None = None
+    makes_keys: bool | torch.Tensor = True
 
 
 @dataclass
@@ -36,20 +47,9 @@ class PassContext:
     options: dict = field(default_factory=dict)  # for transformers, attention kernels and user-made blocks
     has_regions: bool = False  # blocks are compiled once for all loops
 
-    def run(
-        self,
-        block,
-        x,
-        residual_factor,
-        first_slot: int,
-        slots_before: int = 0,
-        query_states=None,
-        time=None,
-        loop_set=None,
-        makes_keys: bool | torch.Tensor = True,
-    ):
-        """Run one block on the stream, [rows, length, hidden]. first_slot: the block's cache slot in the first loop;
-        slots_before: the number of slots of earlier loops; time, loop_set, makes_keys: as in `LoopedBlock`."""
+    def run(self, block, x, first_slot: int, loop: LoopInputs, query_states=None):
+        """Run one block on the stream, [rows, length, hidden]. first_slot: its cache slot in the first loop."""
+        makes_keys = loop.makes_keys
         keeps_keys = first_slot in self.kept
         kept = self.kept[first_slot] if keeps_keys and makes_keys is not True else (None, None)
         query_states = None if query_states is x else query_states  # a region must not get a tensor twice
@@ -57,11 +57,11 @@ class PassContext:
             x = x.detach().requires_grad_()  # reentrant checkpoints give no gradients if x requires none
         args = (
             x,
-            residual_factor,
+            loop.residual_factor,
             query_states,
             self.value_embeddings.get(block.layer),
-            time,
-            loop_set,
+            loop.time,
+            loop.loop_set,
             *(None if states is None else first_rows(states, self.num_rows) for states in kept),
         )
         kwargs = {
@@ -72,7 +72,7 @@ class PassContext:
             "position_embeddings": self.position_embeddings.get(block.rope),
             **self.options,
         }
-        slot = first_slot + slots_before
+        slot = first_slot + loop.slots_before
         held = slot_of_region(self.cache, slot) if self.has_regions else None
         if held is None:
             output = block(*args, site=self.site(slot), cache=self.cache, **kwargs)

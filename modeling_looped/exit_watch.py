@@ -227,5 +227,5 @@ def refuse_with_exits(arguments: dict):
     """Refuse those of `arguments` that are set."""
     if given := [name for name, value in arguments.items() if value is not None and value is not False]:
         raise ValueError(
-            f"exit_rule stops tokens at loops of their own, which {', '.join(given)} cannot go with: leave one out"
+            f"exit_rule stops every token at a loop of its own and does not go with {', '.join(given)}: leave one out"
         )

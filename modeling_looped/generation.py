@@ -6,7 +6,7 @@ row of a batch exits independently. Self-speculation runs in `speculation.py`. P
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from inspect import signature
 from typing import TYPE_CHECKING, Any, Literal
@@ -264,24 +264,26 @@ class LoopedGenerationMixin(Generative):
         make_engine = partial(RowEngine, self, input_ids, *rules, streamer, model_kwargs)
         if shared is not None and obstacle is None:
             return shared.decode(make_engine, len(input_ids), generation_config.max_length)
-        if not options.changes_decoding:
-            if obstacle is None and goes_in_step(self, len(input_ids), *rules, model_kwargs):
-                with room_beside(self, len(input_ids), generation_config.max_length):
-                    engine = make_engine(has_graphs=True)
-                    with kernels_of_single_queries(self.device):
-                        return decode_in_step(engine)
-            if hasattr(streamer, "put_loops"):
-                streamer = StreamerOfDepths(streamer, self._depths(input_ids, model_kwargs))
-            settings = {"synced_gpus": synced_gpus, "streamer": streamer, **model_kwargs}
-            return self._by_passes(super()._sample, None, input_ids, *rules, **settings)
-        if obstacle is not None:
-            options.refuse_for(obstacle)
+        if options.changes_decoding:
+            if obstacle is not None:
+                options.refuse_for(obstacle)
+            decode = decode_continuously if options.draft_loops is None else speculate
+            return self._by_rows(decode, make_engine, input_ids, generation_config)
+        if obstacle is None and goes_in_step(self, len(input_ids), *rules, model_kwargs):
+            return self._by_rows(decode_in_step, partial(make_engine, has_graphs=True), input_ids, generation_config)
+        if hasattr(streamer, "put_loops"):
+            streamer = StreamerOfDepths(streamer, self._depths(input_ids, model_kwargs))
+        settings = {"synced_gpus": synced_gpus, "streamer": streamer, **model_kwargs}
+        return self._by_passes(super()._sample, None, input_ids, *rules, **settings)
+
+    def _by_rows(self, decode: Callable, make_engine: Callable, input_ids, generation_config):
+        """Run one of the decoding loops of this package, in which rows decode independently."""
         with room_beside(self, len(input_ids), generation_config.max_length):
-            engine = make_engine()
-            if engine.num_rows > 1 and (part := engine.selector.batchwise_part):
+            engine = make_engine()  # runs the prompt
+            if decode is not decode_in_step and engine.num_rows > 1 and (part := engine.selector.batchwise_part):
                 logger.warning_once(f"With {part} the rows of a batch wait for the one that runs deepest.")
             with kernels_of_single_queries(self.device):
-                return decode_continuously(engine) if options.draft_loops is None else speculate(engine)
+                return decode(engine)
 
     def _beam_search(self, *arguments, **model_kwargs):
         return self._by_passes(super()._beam_search, "beam search", *arguments, **model_kwargs)

@@ -33,18 +33,14 @@ VALUE_GATE_CHANNELS = 32
 LinearOrTable = TypeVar("LinearOrTable", nn.Linear, nn.Embedding)
 
 
-class LoopedRotaryEmbedding(RotaryEmbedding):
-    pass
-
-
 def rotary_embeddings(config) -> nn.Module:
     """Return the module that makes cos and sin for all layers, or one for each layer type with separate parameters.
 
     It takes this family's config, which has the fields of Llama's config that it reads.
     """
     if kinds := config.rope_kinds():
-        return nn.ModuleDict({kind: LoopedRotaryEmbedding(config.with_rope_of(kind)) for kind in kinds})
-    return LoopedRotaryEmbedding(config)
+        return nn.ModuleDict({kind: RotaryEmbedding(config.with_rope_of(kind)) for kind in kinds})
+    return RotaryEmbedding(config)
 
 
 def rotary_tables(cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -18,7 +18,6 @@ layers (a block), injection (how a loop starts), depth (which rows run), cache (
 causal_lm (the language model on top), losses, heads (classification and question answering).
 """
 
-import copy
 from collections.abc import Callable
 from contextlib import nullcontext
 from inspect import signature
@@ -30,128 +29,56 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
-from transformers.modeling_utils import PreTrainedModel
 
 from .borrowed import CACHE, captured, config_defaults, named_cache, one_cache
 from .cache import CacheView, view_for_pass
 from .checks import (
-    FIELDS_OF_BUILDING,
     check_computes_again,
     check_inputs,
     check_layers,
     check_pass,
     check_serves_deeper_loops,
-    check_softcap,
     check_starts_from_noise,
     is_recorded,
     leave_out_cache,
     refuse_if,
-    warn_of_changes,
     why_no_cache,
 )
 from .clients import (
     refuse_adapters_of_rows,
-    register_with_peft,
-    register_with_trainer,
     warn_of_another_loss,
 )
 from .compiled_blocks import can_have_regions
 from .configuration_looped import READOUTS, LoopedConfig
-from .context import PassContext
+from .context import LoopInputs, PassContext
 from .cpu import project
 from .depth import DepthPlan, one_or_rows, plan_depths
 from .exit_watch import SequenceExits, TokenExits
 from .foreign_names import check_arguments
-from .initialization import init_module, small_std
+from .initialization import small_std
 from .injection import INJECTIONS, LoopChangeGate
 from .layers import (
     AttentionSite,
     DeeperSite,
     LoopDamping,
-    LoopedAttention,
     LoopedBlock,
     linear,
     rotary_embeddings,
     rotary_tables,
     with_role,
 )
-from .loading import StrictLoadingMixin
 from .loop_embedding import LOOP_EMBEDDINGS
 from .loop_parameters import select_set
 from .norms import block_norm
 from .outputs import LoopedModelOutputWithPast, unrecorded
 from .overrides import has_changed_call, has_global_hooks, is_as_written
+from .pretrained import LoopedPreTrainedModel
 from .readouts import AlphaReadout, has_reached, readout_norm
 from .samplers import truncated_normal_
-from .serving_engines import check_for_engine
-from .tensors import at_least_fp32, first_rows, wide_dtype
+from .tensors import first_rows, wide_dtype
 
 
 MOST_LOOPS_WITH_SITES = 1024  # each pass makes the attention sites of deeper loops anew
-
-
-class LoopedPreTrainedModel(StrictLoadingMixin, PreTrainedModel):
-    config: LoopedConfig
-    config_class = LoopedConfig
-    base_model_prefix = "model"
-    supports_gradient_checkpointing = True
-    _no_split_modules = ["LoopedBlock"]
-    _skip_keys_device_placement = ["cache", "past_key_values"]
-    _supports_flash_attn = True
-    _supports_sdpa = True
-    _supports_flex_attn = True
-    _can_compile_fullgraph = True
-    _supports_attention_backend = True
-    _can_record_outputs = {"hidden_states": LoopedBlock, "attentions": LoopedAttention}
-
-    def __init__(self, config, *args, **kwargs):
-        config.validate()  # fields may have been assigned since the config was made
-        register_with_peft(config.model_type)
-        register_with_trainer(config.model_type)
-        super().__init__(config, *args, **kwargs)
-        check_for_engine(self.config)
-        self.trained_depth = config.trained_depth  # fixed here: later changes of the config do not change it
-        self.built_with = {name: copy.copy(getattr(config, name)) for name in FIELDS_OF_BUILDING}
-
-    def _sdpa_can_dispatch(self, *args, **kwargs) -> bool:
-        """Called by transformers. If this raises, transformers uses eager attention, unless sdpa was asked for."""
-        check_softcap(self.config.attention_softcap, "sdpa")
-        return super()._sdpa_can_dispatch(*args, **kwargs)
-
-    def set_use_kernels(self, use_kernels, *args, **kwargs):
-        refuse_if(
-            use_kernels,
-            f"use_kernels={use_kernels} replaces layers that the kernels hub knows by name, of which this model has "
-            "none: leave it out (for attention, attn_implementation takes a kernel)",
-        )
-        super().set_use_kernels(use_kernels, *args, **kwargs)
-
-    def save_pretrained(self, *args, **kwargs):
-        warn_of_changes(self.config, self.built_with)
-        given, self.config.trained_num_loops = self.config.trained_num_loops, self.trained_depth
-        try:
-            return super().save_pretrained(*args, **kwargs)
-        finally:
-            self.config.trained_num_loops = given
-
-    def _init_weights(self, module):
-        if not init_module(module, self.config):
-            super()._init_weights(module)
-
-    def resize_token_embeddings(self, new_num_tokens=None, pad_to_multiple_of=None, mean_resizing=True):
-        """Resize embeddings and head as transformers does, and the value tables, which have a row per token too.
-
-        New rows of the value tables are the mean of the old ones, so that resizing the model again gives the same
-        rows: PEFT saves the resized embeddings and head, but not the value tables.
-        """
-        embeddings = super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
-        for _, table in cast(LoopedModel, self.base_model)._value_tables():
-            is_trained, before = table.weight.requires_grad, table.num_embeddings
-            self._get_resized_embeddings(table, embeddings.num_embeddings, mean_resizing=False)
-            with torch.no_grad():
-                table.weight[before:] = at_least_fp32(table.weight[:before]).mean(0).to(table.weight.dtype)
-            table.requires_grad_(is_trained)
-        return embeddings
 
 
 class LoopedModel(LoopedPreTrainedModel):
@@ -202,12 +129,12 @@ class LoopedModel(LoopedPreTrainedModel):
         self.loops_share_norm = config.inter_loop_norm == "shared"
         self.damping = LoopDamping(config) if config.loop_damping else None
         self.change_gate = LoopChangeGate(config) if config.loop_change_gate else None
-        # for hooks: a module that returns only H, where the blocks return keys and values too
+        # returns H alone, so that hooks have one place to read it: blocks that share keys return keys and values too
         self.state_alone = nn.Identity() if config.shares_keys else None
         self.coda_proj = (
             linear(config.state_size, config.hidden_size, "readout") if config.coda_input == "linear" else None
         )
-        # with a config that leaves one of these None, no code reads it
+        # None where the config has no such readout; `_read` then never uses it
         self.norm: nn.Module = readout_norm(config)  # pyrefly: ignore[bad-assignment]
         alpha_readout = AlphaReadout(config) if "alpha" in READOUTS[config.readout_norm] else None
         self.alpha_readout: AlphaReadout = alpha_readout  # pyrefly: ignore[bad-assignment]
@@ -357,8 +284,8 @@ class LoopedModel(LoopedPreTrainedModel):
         """Return the input of the first layer, the context that all blocks of this pass read, and the cache."""
         has_regions = can_have_regions(cache, attention_mask, position_ids)
         has_regions = has_regions and not (is_recorded(self.config, options) or self.differs_by_call())
-        # transformers finds packed documents by comparing positions on the device. Positions made here never restart,
-        # so it gets only the caller's positions
+        # transformers detects packed documents from positions, which it compares on the device. Those made here never
+        # restart, so it gets only the caller's
         of_documents = position_ids
         if position_ids is None:
             position_ids = self._positions(inputs_embeds, attention_mask, cache)
@@ -418,14 +345,24 @@ class LoopedModel(LoopedPreTrainedModel):
 
     def run_prelude(self, x, context: PassContext | None):
         """Turn embeddings into the input that every loop may read. Without a prelude, context may be None."""
-        scale = self.config.residual_factor(1)
+        once = LoopInputs(self.config.residual_factor(1))
         for slot, block in enumerate(self.prelude):
             assert context is not None
-            x = context.run(block, x, scale, slot)
+            x = context.run(block, x, slot, once)
         return x if self.prelude_norm is None else self.prelude_norm(x)
 
     def loop(self, embedded, state, plan: DepthPlan, every_loop: bool, context: PassContext):
-        """Return H after each row's last loop, and H after every tick if `every_loop`; rows are sorted by depth."""
+        """Return H after each row's last loop, and H after every tick if `every_loop`; rows are sorted by depth.
+
+        With one depth K for all rows this is
+
+            for t in range(K):
+                H = core_pass(h, e, t, K)
+                h = to_next_loop(H)
+
+        and the rest serves rows of different depth and loops without gradient. `loop_with_exits` is the same with
+        exits, `loop_in_step` for tokens that are at different positions.
+        """
         running, finished, states = first_rows(state, plan.ticks[0].rows), [], []
         for tick in plan.ticks:
             # sliced outside of no_grad: torch's FLOP counter refuses views that are made inside
@@ -472,23 +409,30 @@ class LoopedModel(LoopedPreTrainedModel):
         """Run one loop: from h_t to H_{t+1}. loop: t, counted from 0; depth: the number of loops of the run. Each is
         one int for all rows, or a list of one per row; `loop` may be a tensor if the model only needs to know whether
         it is the first."""
-        # where rows are at different loops (a list), there is no cache, or a view that knows each row's loop
-        slots_before = self.config.stored_loop(loop) * context.slots_per_loop if isinstance(loop, int) else 0
-        first_slot = self.config.core_slot(0)
-        device, sets = embedded.device, self.num_loop_sets
-        first = one_or_rows(lambda t: t == 0, loop, device, 3) if self.looks_at_first else False
-        scale = one_or_rows(self._residual_factor, depth, device, 3, embedded.dtype)
-        loop_set = None if sets is None else select_set(loop, sets, device)
-        makes_keys = one_or_rows(self.config.makes_keys, loop, device, 4) if self.config.shares_keys else True
-        x, time = self.injection(state, embedded), None
-        if self.loop_embedding is not None:
-            time = self.loop_embedding(loop, depth, x)
-            x = x if self.config.loop_embedding == "modulation" else x + time
+        x = self.injection(state, embedded)
+        time = None if self.loop_embedding is None else self.loop_embedding(loop, depth, x)
+        if time is not None and self.config.loop_embedding != "modulation":
+            x = x + time
+        inputs, first_slot = self.loop_inputs(loop, depth, time, embedded, context), self.config.core_slot(0)
         for layer, block in enumerate(self.core):
-            x, queries = self.injection.before_layer(layer, x, state, first)
-            x = context.run(block, x, scale, first_slot + layer, slots_before, queries, time, loop_set, makes_keys)
-        x = x if self.change_gate is None else self.change_gate(state, x, first)
+            x, queries = self.injection.before_layer(layer, x, state, inputs.is_first)
+            x = context.run(block, x, first_slot + layer, inputs, queries)
+        if self.change_gate is not None:
+            x = self.change_gate(state, x, inputs.is_first)
         return x if self.state_alone is None else self.state_alone(x)
+
+    def loop_inputs(self, loop: Any, depth: int | list[int], time, embedded, context: PassContext) -> LoopInputs:
+        """Return what depends on the loop, one value if it is the same for all rows, else a tensor of one per row."""
+        config, device, sets = self.config, embedded.device, self.num_loop_sets
+        return LoopInputs(
+            residual_factor=one_or_rows(self.residual_factor, depth, device, 3, embedded.dtype),
+            is_first=one_or_rows(lambda t: t == 0, loop, device, 3) if self.looks_at_first else False,
+            # where rows are at different loops (a list), there is no cache, or a view that knows each row's loop
+            slots_before=config.stored_loop(loop) * context.slots_per_loop if isinstance(loop, int) else 0,
+            time=time,
+            loop_set=None if sets is None else select_set(loop, sets, device),
+            makes_keys=one_or_rows(config.makes_keys, loop, device, 4) if config.shares_keys else True,
+        )
 
     @property
     def end_of_loop(self) -> nn.Module:
@@ -514,10 +458,10 @@ class LoopedModel(LoopedPreTrainedModel):
             state = self.norm(state)
         elif self.coda_proj is not None:
             state = project(self.coda_proj, state)
-        scale = self.config.residual_factor(1)
+        once = LoopInputs(self.config.residual_factor(1))
         for slot, block in enumerate(self.coda, start=len(self.prelude)):
             assert context is not None
-            state = context.of_first_rows(state.shape[0]).run(block, state, scale, slot)
+            state = context.of_first_rows(state.shape[0]).run(block, state, slot, once)
         return state
 
     def run_coda_after_all(self, states: list, plan: DepthPlan, context: PassContext):
@@ -574,7 +518,7 @@ class LoopedModel(LoopedPreTrainedModel):
             return []
         return [(int(layer), table) for layer, table in self.value_embeds.items()]
 
-    def _residual_factor(self, depth: int) -> float:
+    def residual_factor(self, depth: int) -> float:
         """Return eps, the residual factor of the core, in a run of `depth` loops."""
         return self.config.residual_factor(depth if self.config.residual_depth == "run" else self.trained_depth)
 

@@ -9,9 +9,7 @@ from transformers.generation import GenerateBeamDecoderOnlyOutput, GenerateDecod
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from .borrowed import CACHE, recorded_states
-
-
-LOSSES_OF_GATES = ("exit_weighted", "exit_weighted_logits", "gate")
+from .config_relations import LOSSES_OF_GATES
 
 
 def kept_positions(logits_to_keep: int | torch.Tensor) -> slice | torch.Tensor:

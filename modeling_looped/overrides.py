@@ -53,7 +53,10 @@ def is_changed(module: nn.Module) -> bool:
     """Return whether a module or its parameters have foreign hooks, or it runs or reads anything that it was not built
     with."""
     own, weights = vars(module), module.parameters(recurse=False)
-    is_other = any(torch.is_tensor(value) or replaces_method(module, name) for name, value in own.items())
+    # a tensor that is no parameter, or an attribute that hides a method of the class
+    is_other = any(
+        torch.is_tensor(value) or callable(getattr(type(module), name, None)) for name, value in own.items()
+    )
     is_other |= not all(each.startswith(KNOWN_PACKAGES) for each in modules_of_method(type(module), "forward"))
     return has_foreign_hooks(module) or is_other or any(weight._backward_hooks for weight in weights)
 
@@ -62,11 +65,6 @@ def has_changed_call(module) -> bool:
     """Return whether a call of a module has hooks of others, or a `forward` that replaces that of its class."""
     forward = vars(module).get("forward")
     return has_foreign_hooks(module) or not (forward is None or is_wrapped(module, forward))
-
-
-def replaces_method(module, name: str) -> bool:
-    """Return whether an attribute of the instance hides a method of its class."""
-    return callable(getattr(type(module), name, None))
 
 
 def has_foreign_hooks(module) -> bool:

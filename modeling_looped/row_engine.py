@@ -82,7 +82,7 @@ def has_hooks_on_passes(model) -> bool:
     return any(map(has_hooks, (model, model.model, *model.model.attention_sites)))
 
 
-def is_paged(model) -> bool:
+def decodes_in_pages(model) -> bool:
     return model.config._attn_implementation == FLEX
 
 
@@ -111,7 +111,7 @@ def prompt_goes_in_ticks(model, padding: Padding, config, model_kwargs: dict) ->
     device = model.device.type  # "meta" where layers are offloaded
     if device == "meta" or not padding.goes_with(model_kwargs.get("position_ids")):
         return False
-    if is_paged(model):
+    if decodes_in_pages(model):
         return not any(padding.starts)  # a reserved page marks all its places as tokens, none as padding
     return device == "cpu" and model.config.attention_softcap is None
 
@@ -154,7 +154,7 @@ class RowEngine:
         self.rotary_table = None  # cos and sin by position
         mask = model_kwargs.get("attention_mask")
         self.padding = Padding(None if mask is None else mask.bool(), self.num_rows)
-        self.is_paged, self.warm_state = is_paged(model), None
+        self.decodes_in_pages, self.warm_state = decodes_in_pages(model), None
         self.prompt_is_left = others is not None and prompt_goes_in_ticks(model, self.padding, config, model_kwargs)
         if self.prompt_is_left:
             check_length(model.config, input_ids.shape[1])
@@ -202,7 +202,7 @@ class RowEngine:
         cache = self.given_cache if is_ours else LoopedCache(self.model.config, num_loops=max(self.limits))
         if self.prompt_is_left:
             cache.begin_empty(self.num_rows, self.trunk.embed_tokens.weight)
-        if self.is_paged:
+        if self.decodes_in_pages:
             pages = Pages(self.model.config) if pages is None else pages
             held = PagedRows(pages, self.given_cache, cache, self.padding.mask)
             if not self.returns_cache:
@@ -215,7 +215,7 @@ class RowEngine:
     @property
     def copies_past(self) -> bool:
         """True if attention copies what each token sees."""
-        return self.is_paged and self.model.device.type == "cpu"
+        return self.decodes_in_pages and self.model.device.type == "cpu"
 
     @property
     def returns_cache(self) -> bool:

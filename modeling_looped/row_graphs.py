@@ -21,7 +21,7 @@ from transformers.utils import logging
 
 from .cache import index_of_loop
 from .context import PassContext, context_of_tokens
-from .overrides import has_global_hooks, is_changed, sdpa_is_as_written
+from .overrides import PACKAGE, has_global_hooks, is_changed, sdpa_is_as_written
 from .row_view import attend_to_all, visible
 from .switches import is_switched_on
 from .tensors import on_device
@@ -35,7 +35,7 @@ LENGTH_STEP = 256  # the number of places that graphs attend to is a multiple of
 MOST = 64  # the most graphs of an engine: each takes some memory of the device
 AFTER = 2  # passes of each kind that run before a graph is recorded: a short call needs none
 WITHOUT_MEMORY = 100  # passes of a kind that run without a graph after a recording that ran out of memory
-RECORDED_PACKAGES = "torch.", "transformers.", "peft.tuners.lora.", __name__.partition(".")[0] + "."
+RECORDED_PACKAGES = "torch.", "transformers.", "peft.tuners.lora.", f"{PACKAGE}."
 
 
 class CannotRecord(RuntimeError):
@@ -147,7 +147,7 @@ class RowGraphs:
     def __init__(self, engine):
         self.model, self.trunk, self.cache, self.padding = engine.model, engine.trunk, engine.cache, engine.padding
         self.depth = engine.limits[0]
-        one_factor = len(set(map(self.trunk._residual_factor, engine.limits))) == 1
+        one_factor = len(set(map(self.trunk.residual_factor, engine.limits))) == 1
         self.loops_are_alike = one_factor and self.trunk.num_loop_sets is None  # except perhaps the first
         self.made_for = 0, 0  # the length of attention, and the capacity of the buffers, which move when they grow
         self.passes: dict[tuple, Pass] = {}

@@ -282,12 +282,8 @@ def attend_to_pages(queries, memory, mask, scaling: float, softcap: float | None
 
 def kernel(queries, keys, values, mask, scaling: float, softcap: torch.Tensor | None):
     grouped = queries.shape[1] != keys.shape[1]
-    score = None if softcap is None else capped_at(softcap)
-    return flex_attention(queries, keys, values, score, mask, scaling, enable_gqa=grouped)
-
-
-def capped_at(softcap: torch.Tensor) -> Callable:
-    return lambda score, *place: torch.tanh(score / softcap) * softcap
+    cap = None if softcap is None else lambda score, *place: torch.tanh(score / softcap) * softcap
+    return flex_attention(queries, keys, values, cap, mask, scaling, enable_gqa=grouped)
 
 
 @functools.cache

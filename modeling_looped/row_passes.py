@@ -103,7 +103,7 @@ class Tokens:
 
     def view(self, loops: list[int]) -> Any:
         """Return a view of the caches: a RowView, JointView or PagedView."""
-        if self.groups[0].engine.is_paged:
+        if self.groups[0].engine.decodes_in_pages:
             return PagedView([(group.engine.cache, group.rows, group.places) for group in self.groups], loops)
         views, start = [], 0
         for engine, rows, places in self.groups:

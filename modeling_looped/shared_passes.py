@@ -28,7 +28,7 @@ from .continuous import ContinuousDecoder, tick
 from .cpu import decoding, multiplying_as_in
 from .depth import check_count
 from .depth_options import DepthOptions, as_python
-from .row_engine import PassesOfOthers, is_paged
+from .row_engine import PassesOfOthers, decodes_in_pages
 from .row_pages import Pages
 from .row_table import RowTable
 from .row_view import kernels_of_single_queries
@@ -40,7 +40,7 @@ logger = logging.get_logger(__name__)
 ONLY_IN_TRANSFORMERS = ("continuous_batching_config", "record_timestamps", "progress_bar", "persistent_manager")
 # tokens of prompts in one pass: enough to keep the processor busy, few enough that rows in the same pass wait little
 PROMPT_TOKENS, PROMPT_TOKENS_ON_CPU = 512, 128
-FEW_TOKENS = 32  # all loops of so many prompt tokens take little longer than those of one token of all rows
+FEW_TOKENS = 32  # up to this many prompt tokens take little longer than one token of every row
 _current: ContextVar["SharedPasses | None"] = ContextVar("shared_passes", default=None)
 _check: ContextVar[Callable[[], None] | None] = ContextVar("check", default=None)
 
@@ -160,7 +160,7 @@ class SharedPasses:
         running = [decoder for decoder in self.decoders if not decoder.is_done]
         self.ticks += 1
         # attention over rows of several caches has no softcap
-        apart = self.model.config.attention_softcap is not None and not is_paged(self.model)
+        apart = self.model.config.attention_softcap is not None and not decodes_in_pages(self.model)
         for decoders in [[decoder] for decoder in running] if apart else [running]:
             self.run(decoders)
 

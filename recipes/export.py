@@ -14,7 +14,7 @@ def parse(arguments: list[str] | None):
     parser = Parser("recipes.export", __doc__)
     parser.add_argument("run", type=Path, help="the folder of a training run")
     parser.add_argument("out", type=Path, nargs="?", help="a new folder; default: RUN/step-... of the checkpoint")
-    parser.add_argument("--step", type=int, help="after so many steps; default: the newest checkpoint")
+    parser.add_argument("--step", type=int, help="after this many steps; default: the newest checkpoint")
     return parser.parse_args(arguments)
 
 

@@ -7,7 +7,7 @@ has them, the other way is named beside it. For a `*.sweep.yaml`, one line per r
 data is refused here: settings that do not go together, a warm-up longer than the run, an output_dir that can not be
 written.
 
-`--gpus 64` also says what the run asks of so many GPUs: time, memory, communication, checkpoints and cost, each with
+`--gpus 64` also says what the run asks of 64 GPUs: time, memory, communication, checkpoints and cost, each with
 its formula (recipes/common/cluster.py). What is assumed of them is changed by --peak, --mfu, --memory, --network,
 --disk and --dollars.
 """
@@ -29,7 +29,7 @@ def parse(arguments: list[str] | None):
     parser = Parser("recipes.plan", __doc__)
     parser.add_argument("recipe", help="a YAML file, of a recipe or a sweep")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
-    parser.add_argument("--gpus", type=int, help="what the run asks of so many")
+    parser.add_argument("--gpus", type=int, help="what the run asks of this many")
     for name, meaning in ASSUMED.items():
         parser.add_argument(f"--{name}", type=float, help=meaning)
     return parser.parse_args(arguments)

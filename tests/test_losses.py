@@ -923,3 +923,18 @@ def test_a_latent_loss_leaves_what_came_before_the_last_loops_alone(depths):
     loss = model(ids, labels=ids, num_loops=depths, backprop_loops=1, output_logits=False).loss
     (gradient,) = torch.autograd.grad(loss, given[0])  # of the inputs; the targets are looked up after them
     assert gradient.flatten(1).any(1).tolist() == [False, False, depths != 4]
+
+
+def test_targets_of_states_are_embeddings_without_noise():
+    """NEFTune adds noise to embeddings in training; the losses of states compare with the table itself."""
+    from transformers.integrations.neftune import neftune_post_forward_hook
+
+    model, (_, labels) = float64_model(latent_anchor=0.1), batch()
+    model.train()
+    table = model.get_input_embeddings()
+    wanted = table(labels.clamp(min=0))
+    table.neftune_noise_alpha = 5
+    table.register_forward_hook(neftune_post_forward_hook)
+    assert not torch.equal(table(labels.clamp(min=0)), wanted)
+    torch.testing.assert_close(model._latent_targets(labels), model.model.scaled(wanted), rtol=0, atol=0)
+    assert table.training

@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGES = {"modeling_looped": "modeling_looped", "recipes": "looped_recipes", "eval": "looped_eval"}  # by folder
 # a config names the classes that open it, and they take a config: transformers' remote code wants both in one place
-DELIBERATE = {"auto_classes", "causal_lm", "configuration_looped", "heads", "modeling_looped"}
+DELIBERATE = {"auto_classes", "causal_lm", "configuration_looped", "heads", "modeling_looped", "pretrained"}
 
 
 def module_of(path: Path) -> str:

@@ -291,7 +291,7 @@ def loop_cosine(
             f"cosines between loops need at least 2 of them, got num_loops={depth} and copies={copies} (0: none)"
         )
     config = model.config
-    eps = config.residual_factor(depth if config.residual_depth == "run" else model.trained_depth)
+    eps = model.model.residual_factor(depth)
     result = {"num_loops": depth, "copies": copies, "steps": steps}
     result["model"] = increments(trace(model, batch, depth).trajectory, eps)
     if not copies:

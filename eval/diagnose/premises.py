@@ -105,7 +105,7 @@ def premises(model, batch: dict, *, num_loops: int | None = None) -> dict:
     of_layers = torch.stack([branch.outputs / depth for branch in watched])
     found = {branch.name: branch.result(depth) for branch in watched}
     squares = [of_branch["Y_squared"] for of_branch in found.values()]
-    eps = config.residual_factor(depth if config.residual_depth == "run" else model.trained_depth)
+    eps = model.model.residual_factor(depth)
     return {
         "num_loops": depth,
         "eps": eps,

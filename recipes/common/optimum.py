@@ -7,8 +7,8 @@ import numpy as np
 from scipy.stats import t as student
 
 
-REACH = 1.5  # the parabola is fitted to rates up to so many octaves from the best one,
-FEWEST = 5  # and to at least so many rates, if there are enough
+REACH = 1.5  # the parabola is fitted to rates up to this many octaves from the best one,
+FEWEST = 5  # and to at least this many rates, if there are enough
 
 
 def optimum(rates: list[float], losses: list, level: float = 0.95) -> dict:

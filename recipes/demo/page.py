@@ -38,8 +38,8 @@ def exits(found: dict) -> str:
     taken = listed([f"{loops[each]:.1f} for {counted(each, 'hop')}" for each in loops])
     right = percent(found["exit_accuracy"][hops])
     return (
-        f"Where a question stops as soon as its answer is {percent(found['certainty'])} sure, it takes so many loops "
-        f"on average: {taken}; {right} of those of {counted(hops, 'hop')} are then right."
+        f"If a question stops as soon as its answer is {percent(found['certainty'])} sure, the mean number of loops "
+        f"is {taken}; {right} of those of {counted(hops, 'hop')} are then right."
     )
 
 

@@ -18,7 +18,7 @@ class DataConfig:
     document_start: str | None = None  # rows are lines, joined to documents that begin where this pattern matches
     joined_by: str | None = None  # rows that are not empty are one text, joined by this white space, no bos or eos
     streaming: bool = False  # read a `datasets` name while it is downloaded
-    max_documents: int | None = None  # the first so many; None is all
+    max_documents: int | None = None  # only the first of them; None is all
     validation_source: str | None = None  # its own source; otherwise documents are held out of `source`
     validation_split: str | None = None  # of a `datasets` name: what is held out
     validation_fraction: float = 0.01  # of the documents, if nothing else says what is held out
@@ -62,14 +62,14 @@ class DepthConfig:
     mean: float | None = None  # None is the model's num_loops
     maximum: int | None = None  # the deepest that is drawn
     per: Literal["batch", "micro_batch", "sequence"] = "batch"  # batch: one draw for all rows of the step
-    # micro_batch: so many neighbouring rows of the step share a draw; training.micro_batch_size does not change it
+    # micro_batch: this many neighbouring rows of the step share a draw; training.micro_batch_size does not change it
     rows_per_draw: int | None = None
-    # gradients through the last so many loops; "half" is half the mean depth, rounded up; None is all
+    # gradients through this many last loops; "half" is half the mean depth, rounded up; None is all
     backprop_loops: int | Literal["half"] | None = None
     # total: T is drawn, then split (Huginn, Parcae); prefix: n is drawn, T = n + k (Parcae, algorithm 3)
     split: Literal["total", "prefix"] = "total"
-    # the mean grows over the first so many steps: loops before those with gradients (forward), these, both, or all
-    # loops, of which the last `backprop_loops` have gradients as soon as there are as many (total)
+    # the mean grows over the first `curriculum_steps` steps: that of the loops without gradients (forward), of those
+    # with gradients (backward), of both, or of all loops, the last `backprop_loops` of which have gradients (total)
     curriculum: Literal["linear", "sqrt"] | None = None
     curriculum_steps: int | None = None  # steps until the mean is reached
     # which loops become more
@@ -96,7 +96,7 @@ class OptimizerConfig:
     muon_lr: float = 0.02  # of the matrices of the blocks
     muon_momentum: float = 0.95  # after its first steps
     muon_momentum_start: float = 0.85  # at step 0, from where it grows
-    muon_momentum_steps: int = 300  # for so many steps
+    muon_momentum_steps: int = 300  # for this many steps
     muon_weight_decay: float = 0.0  # of the matrices of the blocks
     muon_weight_decay_end: float | None = None  # where it would be, linearly, after the last step; None stays constant
     muon_value_gates: bool = False  # gates of value embeddings too
@@ -163,7 +163,7 @@ class TrainingConfig:
 @dataclass
 class EvaluationConfig:
     every: int = 250  # steps
-    rows: int = 128  # of the held-out text, the first so many
+    rows: int = 128  # the first of the held-out text
     loops: list[int] | None = None  # None: 1..num_loops, one pass for all
 
 
@@ -175,7 +175,7 @@ class LoggingConfig:
     # where metrics go besides
     trackers: list[Literal["tensorboard", "wandb", "trackio"]] = field(default_factory=list)
     project: str = "looped"  # name of trackers
-    # so many steps are traced into profile/ of output_dir: what CPU and GPU do when; 0 is none
+    # this many steps are traced into profile/ of output_dir: what CPU and GPU do when; 0 is none
     profile_steps: int = 0
     profile_from: int = 5  # the first of them, counted from where the run begins or goes on
 

@@ -1,0 +1,80 @@
+"""What all models of the family share: what they support, loading, saving, initial weights, resizing."""
+
+import copy
+from typing import Any, cast
+
+import torch
+from transformers.modeling_utils import PreTrainedModel
+
+from .checks import FIELDS_OF_BUILDING, check_softcap, refuse_if, warn_of_changes
+from .clients import register_with_peft, register_with_trainer
+from .configuration_looped import LoopedConfig
+from .initialization import init_module
+from .layers import LoopedAttention, LoopedBlock
+from .loading import StrictLoadingMixin
+from .serving_engines import check_for_engine
+from .tensors import at_least_fp32
+
+
+class LoopedPreTrainedModel(StrictLoadingMixin, PreTrainedModel):
+    config: LoopedConfig
+    config_class = LoopedConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["LoopedBlock"]
+    _skip_keys_device_placement = ["cache", "past_key_values"]
+    _supports_flash_attn = True
+    _supports_sdpa = True
+    _supports_flex_attn = True
+    _can_compile_fullgraph = True
+    _supports_attention_backend = True
+    _can_record_outputs = {"hidden_states": LoopedBlock, "attentions": LoopedAttention}
+
+    def __init__(self, config, *args, **kwargs):
+        config.validate()  # fields may have been assigned since the config was made
+        register_with_peft(config.model_type)
+        register_with_trainer(config.model_type)
+        super().__init__(config, *args, **kwargs)
+        check_for_engine(self.config)
+        self.trained_depth = config.trained_depth  # fixed here: later changes of the config do not change it
+        self.built_with = {name: copy.copy(getattr(config, name)) for name in FIELDS_OF_BUILDING}
+
+    def _sdpa_can_dispatch(self, *args, **kwargs) -> bool:
+        """Called by transformers. If this raises, transformers uses eager attention, unless sdpa was asked for."""
+        check_softcap(self.config.attention_softcap, "sdpa")
+        return super()._sdpa_can_dispatch(*args, **kwargs)
+
+    def set_use_kernels(self, use_kernels, *args, **kwargs):
+        refuse_if(
+            use_kernels,
+            f"use_kernels={use_kernels} replaces layers that the kernels hub knows by name, of which this model has "
+            "none: leave it out (for attention, attn_implementation takes a kernel)",
+        )
+        super().set_use_kernels(use_kernels, *args, **kwargs)
+
+    def save_pretrained(self, *args, **kwargs):
+        warn_of_changes(self.config, self.built_with)
+        given, self.config.trained_num_loops = self.config.trained_num_loops, self.trained_depth
+        try:
+            return super().save_pretrained(*args, **kwargs)
+        finally:
+            self.config.trained_num_loops = given
+
+    def _init_weights(self, module):
+        if not init_module(module, self.config):
+            super()._init_weights(module)
+
+    def resize_token_embeddings(self, new_num_tokens=None, pad_to_multiple_of=None, mean_resizing=True):
+        """Resize embeddings and head as transformers does, and the value tables, which have a row per token too.
+
+        New rows of the value tables are the mean of the old ones, so that resizing the model again gives the same
+        rows: PEFT saves the resized embeddings and head, but not the value tables.
+        """
+        embeddings = super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
+        for _, table in cast(Any, self.base_model)._value_tables():
+            is_trained, before = table.weight.requires_grad, table.num_embeddings
+            self._get_resized_embeddings(table, embeddings.num_embeddings, mean_resizing=False)
+            with torch.no_grad():
+                table.weight[before:] = at_least_fp32(table.weight[:before]).mean(0).to(table.weight.dtype)
+            table.requires_grad_(is_trained)
+        return embeddings
