@@ -144,6 +144,90 @@ def passes(monkeypatch, lm) -> list[int]:
     return depths
 
 
+def test_scoring_runs_once_beside_texts(model, manager, monkeypatch):
+    """Batches of texts leave their padding in the tokenizer, and a cache in the model."""
+    lm = LoopedLM(model, num_loops="1,2", batch_size=7, device="cpu")
+    scored, score = [], lm.score_tokens
+    monkeypatch.setattr(lm, "score_tokens", lambda *args, **kwargs: scored.append(lm.depth) or score(*args, **kwargs))
+    for depth in (1, 2):
+        run(lm.at(depth), manager)
+    assert scored == [1, 1]  # choices and documents
+
+
+def optimizer_step(model):
+    sum(parameter.square().sum() for parameter in model.parameters()).backward()
+    torch.optim.AdamW(model.parameters(), lr=0.1, fused=True).step()
+    model.zero_grad()
+
+
+def write_through_data(model):
+    for parameter in model.parameters():
+        parameter.data.copy_(parameter.data.roll(1, 0))  # the same numbers elsewhere
+
+
+def one_element(model):
+    model.get_input_embeddings().weight.data[tiny_tokenizer()("a")["input_ids"][-1], 5] += 1.0
+
+
+def load_others(model):
+    model.load_state_dict({name: 2 * tensor for name, tensor in model.state_dict().items()})
+
+
+@pytest.mark.parametrize("change", [optimizer_step, write_through_data, one_element, load_others])
+def test_a_model_that_changes_is_asked_again(model, change):
+    """As in a callback of training: each time as stock lm-eval, at the same depth and at another."""
+    looped = transformers.AutoModelForCausalLM.from_pretrained(model)
+    setup = {"tokenizer": tiny_tokenizer(), "batch_size": 2}
+    lm, stock_lm = LoopedLM(looped, num_loops=[2, 4], **setup), HFLM(looped, backend="causal", **setup)
+    likelihoods = []
+    for depth in (2, 2, 4, 4, 2):
+        lm.at(depth)
+        looped.config.num_loops = depth  # of the stock model
+        found, expected = [], []
+        for answers, asked in ((found, lm), (expected, stock_lm)):
+            answers += [log_p for log_p, _ in asked.loglikelihood([scored("a b c d"), scored("e")], True)]
+            answers += asked.loglikelihood_rolling([Instance("loglikelihood_rolling", {}, ("a d",), 0)], True)
+        assert found == pytest.approx(expected, rel=1e-5)
+        texts = [asked_to_write("a b"), asked_to_write("d c")]
+        assert lm.generate_until(texts, True) == stock_lm.generate_until(texts, True)
+        likelihoods.append(found[0])
+        change(looped)
+    assert len({*likelihoods}) == 5
+
+
+def test_adapters_and_tokenizers_that_change(model):
+    """Without any change of weights."""
+    peft = pytest.importorskip("peft")
+    looped = transformers.AutoModelForCausalLM.from_pretrained(model)
+    torch.manual_seed(0)
+    lora = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    adapted = peft.get_peft_model(looped, lora)
+    adapted.add_adapter("other", lora)
+    lm = LoopedLM(adapted, tokenizer=tiny_tokenizer(), num_loops=[2, 4], batch_size=2)
+
+    def answer() -> float:
+        ((found, _),) = lm.loglikelihood([scored("a b c d")], True)
+        fresh = LoopedLM(adapted, tokenizer=lm.tokenizer, num_loops=4)
+        assert found == fresh.loglikelihood([scored("a b c d")], True)[0][0]
+        return found
+
+    found = [answer()]
+    adapted.set_adapter("other")
+    found.append(answer())
+    with adapted.disable_adapter():
+        found.append(answer())
+    for module in adapted.modules():
+        if hasattr(module, "set_scale"):
+            module.set_scale("other", 3.0)
+    found.append(answer())
+    vocabulary = json.loads(lm.tokenizer.backend_tokenizer.to_str())
+    words = vocabulary["model"]["vocab"]
+    words["a"], words["b"] = words["b"], words["a"]
+    lm.tokenizer._tokenizer = type(lm.tokenizer.backend_tokenizer).from_str(json.dumps(vocabulary))
+    found.append(answer())
+    assert len({*found}) == len(found)
+
+
 def test_the_model_runs_once_and_heads_only_where_asked(model, manager, monkeypatch):
     lm = LoopedLM(model, num_loops="1..4", batch_size=7, device="cpu")
     depths, heads, head = passes(monkeypatch, lm), [], lm.model.logits

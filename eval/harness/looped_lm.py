@@ -2,12 +2,14 @@
 
 At the first depth that lm-eval evaluates, a request is scored for all depths; the other depths recall the answer. So
 lm-eval evaluates one depth after another as usual, but the model runs once. Texts are generated anew at each depth.
+An answer is recalled only while weights, adapters, configs and tokenizer are those that gave it.
 
 With an exit criterion, a scored token takes its logits from the loop at which it exits, or from the evaluated depth if
 that comes first. All logits come from the one pass, in which every token runs all loops. Only `generate` saves
 compute, and only there do later tokens attend to the keys and values that a token had at its exit.
 """
 
+import json
 import logging
 from bisect import bisect_left
 from collections import defaultdict
@@ -45,6 +47,8 @@ CHANGE_NO_ANSWER = {  # arguments of HFLM for place and speed, and those whose e
     "pretrained", "dtype", "mixed_precision_dtype", "max_length", "batch_size", "max_batch_size", "logits_cache",
     "parallelize", "max_memory_per_gpu", "max_cpu_memory", "offload_folder", "tp_plan",
 }  # fmt: skip
+
+OF_ADAPTER = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")  # attributes of PEFT's layers
 
 
 class Answer(NamedTuple):
@@ -96,6 +100,7 @@ class LoopedLM(HFLM):
             self._rank, self._world_size = self.accelerator.process_index, self.accelerator.num_processes
         self.answers = {} if answers is None else open_answers(f"{answers}_rank{self.rank}.db")
         self._state_of_model = [] if answers is None else self._what_decides(kwargs)
+        self._present = None  # state of the model when it was last asked
         self.cache_hook = SimpleNamespace(add_partial=self._keep_generated)
         self.state_seed = state_seed
         self._largest_batch: int | None = None
@@ -160,8 +165,23 @@ class LoopedLM(HFLM):
         commit_hash = str(getattr(self.config, "_commit_hash", None))  # of a model on the Hub
         return [*effective, *given, self.revision, commit_hash, *map(files_of_model, folders)]
 
+    def _forget_if_changed(self):
+        """Compare the model, which may have been trained on or got another adapter, with the one that was asked last.
+
+        Weights are read, since a write through `.data` leaves no other trace. That takes less than a pass."""
+        settings = [
+            [f"{name}={vars(module)[name]}" for name in OF_ADAPTER if name in vars(module)]
+            for module in self.model.modules()
+        ]
+        configs = [str(self.config), str(getattr(self.model, "generation_config", None)), self.max_length]
+        state = [checksum_of_weights(self.model), settings, configs, vocabulary_of(self.tokenizer)]
+        present = hash_args("model", state)
+        if present != self._present and isinstance(self.answers, dict):
+            self.answers.clear()
+        self._present = present
+
     def _key(self, kind: str, arguments, depth: int) -> str:
-        model = [str(self.config._name_or_path), *self._state_of_model]
+        model = [str(self.config._name_or_path), *self._state_of_model, self._present]
         rule = None if self.rule is None else astuple(self.rule)
         return hash_args(kind, [*model, depth, rule, *self._seeded(), *arguments])
 
@@ -190,6 +210,7 @@ class LoopedLM(HFLM):
 
     def _recall(self, kind: str, requests, score) -> list:
         """Return the answers at this depth. `score` computes and stores those that are missing."""
+        self._forget_if_changed()
         asked = {self._key(kind, request.args, self.depth): request for request in requests}
         missing = [request for key, request in asked.items() if key not in self.answers]
         if missing:
@@ -464,6 +485,40 @@ def files_of_model(folder: Path) -> str:
     known = {name: value for name, value in listed.items() if name.endswith(WEIGHTS)}
     files = sorted(path for path in folder.iterdir() if path.name.endswith(READ_FILES) and path.name != LIST)
     return " ".join(f"{path.name}:{known.get(path.name) or checksum(path)}" for path in files)
+
+
+@torch.no_grad()
+def checksum_of_weights(model: torch.nn.Module) -> list[int]:
+    """Return for each tensor of the model's state the sum of its bits, as integers, times random odd factors. It is
+    taken on the tensor's device, and exact: one element that differs always changes it."""
+    factors = torch.randint(-(2**62), 2**62, (2**20,), generator=torch.Generator().manual_seed(0)) | 1
+    sums = []
+    for tensor in (x for value in model.state_dict().values() for x in plain_tensors(value)):
+        integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(tensor.itemsize, torch.int64)
+        factors, total = factors.to(tensor.device), torch.zeros((), dtype=torch.int64, device=tensor.device)
+        for piece in tensor.detach().contiguous().flatten().view(integers).split(len(factors)):
+            total = 31 * total + (piece * factors[: len(piece)]).sum()
+        sums.append(total)
+    return [int(total) for total in sums]
+
+
+def plain_tensors(value) -> list[torch.Tensor]:
+    """Return the tensors that hold the content: those inside a sharded or quantized one; none if it was offloaded."""
+    if not isinstance(value, torch.Tensor) or value.is_meta:
+        return []
+    if hasattr(value, "__tensor_flatten__"):
+        names, _ = value.__tensor_flatten__()
+        return [inner for name in names for inner in plain_tensors(getattr(value, name))]
+    return [value]
+
+
+def vocabulary_of(tokenizer) -> list:
+    """Return what decides the tokens of a text; a fast tokenizer also holds how the last batch was padded and cut."""
+    fast = getattr(tokenizer, "backend_tokenizer", None)
+    if fast is None:
+        return [str(tokenizer), tokenizer.get_vocab()]
+    parts = json.loads(fast.to_str())
+    return [str(tokenizer), {name: part for name, part in parts.items() if name not in ("padding", "truncation")}]
 
 
 def open_answers(path: str):
