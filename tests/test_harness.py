@@ -574,6 +574,41 @@ def test_answers_of_another_adapter_are_not_recalled(tmp_path):
     assert len({*keys}) == 3 and keys[2] == keys[3]
 
 
+@pytest.mark.parametrize("kind", ["PromptTuningConfig", "PrefixTuningConfig", "PromptEncoderConfig", "aLoRA"])
+def test_adapters_around_the_model_are_refused(model, tmp_path, kind):
+    """By their folder and as an object, also at one depth; those in layers are not."""
+    peft = pytest.importorskip("peft")
+    if kind == "aLoRA":
+        config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], alora_invocation_tokens=[3, 4])
+    else:
+        config = getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    adapted = peft.get_peft_model(transformers.AutoModelForCausalLM.from_pretrained(model), config)
+    adapted.save_pretrained(tmp_path)
+    message = "adapter 'default' is of the kind .*Evaluate one depth at a time with .*--model hf"
+    for depths in (2, [2, 4]):
+        with pytest.raises(ValueError, match=message):
+            LoopedLM(model, peft=str(tmp_path), num_loops=depths, device="cpu")
+        with pytest.raises(ValueError, match=message):
+            LoopedLM(adapted, tokenizer=tiny_tokenizer(), num_loops=depths)
+
+
+@pytest.mark.parametrize("config", [
+    {"name": "LoraConfig", "target_modules": ["q_proj", "down_proj"], "init_lora_weights": False},
+    {"name": "IA3Config", "target_modules": ["k_proj", "down_proj"], "feedforward_modules": ["down_proj"],
+     "init_ia3_weights": False},
+], ids=["lora", "ia3"])  # fmt: skip
+def test_adapters_in_layers_are_those_of_stock_lm_eval(model, manager, tmp_path, config):
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    config = getattr(peft, config["name"])(
+        task_type="CAUSAL_LM", **{name: value for name, value in config.items() if name != "name"}
+    )
+    base = transformers.AutoModelForCausalLM.from_pretrained(model)
+    peft.get_peft_model(base, config).save_pretrained(tmp_path)
+    found = ours(model, manager, [2, 4], 7, ["choice", "rolling"], peft=str(tmp_path))[2]
+    assert_same(found, stock(model, manager, 2, 7, ["choice", "rolling"], peft=str(tmp_path)), ["choice", "rolling"])
+
+
 def test_stock_models_pass_through(model, tasks, tmp_path, monkeypatch, capsys):
     arguments = ["--model", "hf", "--model_args", f"pretrained={model},num_loops=2", "--tasks", "letter"]
     command(*arguments, "--include_path", tasks, "--device", "cpu", monkeypatch=monkeypatch)

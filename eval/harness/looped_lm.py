@@ -90,6 +90,7 @@ class LoopedLM(HFLM):
         )
         register_public_formats()
         super().__init__(pretrained, revision=revision, device=device or "auto", **{"backend": "causal", **kwargs})
+        refuse_adapters_outside_layers(self.model)
         self.tokenizer.deprecation_warnings[LONG_TEXTS] = True  # no warning about long texts: lm-eval cuts them
         if state_seed is not None:
             check_starts_from_noise(self.config)
@@ -474,6 +475,19 @@ class ExitCount:
             exits = self.running & passed
             self.loops[exits] = loop
             self.running &= ~exits
+
+
+def refuse_adapters_outside_layers(model):
+    """Refuse adapters that PeftModel.forward applies: depths are read from the decoder, which they do not reach."""
+    for name, adapter in getattr(model, "peft_config", {}).items():
+        by_tokens = getattr(adapter, "alora_invocation_tokens", None) is not None
+        if adapter.is_prompt_learning or by_tokens or adapter.peft_type == "XLORA":
+            kind = "aLoRA" if by_tokens else getattr(adapter.peft_type, "value", adapter.peft_type)
+            raise ValueError(
+                f"adapter {name!r} is of the kind {kind}, which is applied around the model and not in its layers: "
+                "what is scored at several depths would be without it. Evaluate one depth at a time with lm-eval's "
+                "own model: --model hf --model_args pretrained=...,peft=...,num_loops=4"
+            )
 
 
 def files_of_model(folder: Path) -> str:
