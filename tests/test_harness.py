@@ -562,6 +562,38 @@ def test_answers_to_another_question_are_not_recalled(tmp_path):
     assert len({*keys}) == len(keys)
 
 
+def test_answers_of_models_that_are_given_as_objects(model, tmp_path, monkeypatch):
+    """Others by their weights, config or adapter get answers of their own; the same, loaded again, is not asked."""
+    pytest.importorskip("sqlitedict")
+    peft = pytest.importorskip("peft")
+
+    def load(seed: int | None = None, adapter: int | None = None, **fields):
+        looped = transformers.AutoModelForCausalLM.from_pretrained(model, **fields)
+        if seed is not None:
+            looped.load_state_dict(tiny_state(looped, seed))
+        if adapter is not None:
+            torch.manual_seed(adapter)
+            looped = peft.get_peft_model(
+                looped, peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+            )
+        return looped
+
+    def tiny_state(looped, seed: int) -> dict:
+        generator = torch.Generator().manual_seed(seed)
+        return {name: torch.randn(x.shape, generator=generator) for name, x in looped.state_dict().items()}
+
+    def answer(looped, **answers) -> float:
+        lm = LoopedLM(looped, tokenizer=tiny_tokenizer(), num_loops=2, **answers)
+        return lm.loglikelihood([scored("a b c d")], True)[0][0]
+
+    kept = {"answers": str(tmp_path / "kept")}
+    changes = [{}, {"seed": 0}, {"seed": 1}, {"adapter": 0}, {"adapter": 1}, {"rms_norm_eps": 0.5}]
+    found = [answer(load(**change), **kept) for change in changes]
+    assert found == [answer(load(**change)) for change in changes] and len({*found}) == len(changes)
+    monkeypatch.setattr(LoopedLM, "score_tokens", lambda *_, **__: pytest.fail("scored again"))
+    assert [answer(load(**change), **kept) for change in changes] == found
+
+
 def test_answers_of_another_adapter_are_not_recalled(tmp_path):
     peft = pytest.importorskip("peft")
     folder, adapter = save_model_and_tokenizer(tmp_path / "model"), str(tmp_path / "adapter")

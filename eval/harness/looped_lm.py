@@ -77,8 +77,8 @@ class LoopedLM(HFLM):
         num_loops: depths, such as 4 or 1..4; by default the model's `num_loops`.
         exit_criterion, exit_threshold, min_loops: as in `generate`.
         answers: file that stores answers, one for each process, written after every batch. An answer is recalled
-            only for the same files of the model, the tokenizer and the adapter, and the same arguments, except those
-            in `CHANGE_NO_ANSWER`.
+            only for the same weights, classes of modules, config, tokenizer and adapter, whether `pretrained` is a
+            folder or a model, and the same arguments, except those in `CHANGE_NO_ANSWER`.
         state_seed: seed of the initial state of every scored row and of every generated position; without it, that
             state is zeros.
         device: by default a GPU if there is one.
@@ -171,7 +171,7 @@ class LoopedLM(HFLM):
 
         Weights are read, since a write through `.data` leaves no other trace. That takes less than a pass."""
         settings = [
-            [f"{name}={vars(module)[name]}" for name in OF_ADAPTER if name in vars(module)]
+            [type(module).__qualname__, *(f"{n}={vars(module)[n]}" for n in OF_ADAPTER if n in vars(module))]
             for module in self.model.modules()
         ]
         configs = [str(self.config), str(getattr(self.model, "generation_config", None)), self.max_length]
