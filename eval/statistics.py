@@ -210,11 +210,10 @@ def with_context(asked: list[dict]) -> list[dict]:
 def gold_indices(task: str, questions: list[Question]) -> list[int]:
     """Return the index of the right candidate of every question of a task.
 
-    If candidates are numbers, a target may be a candidate or an index. All questions of a task use the same meaning,
-    and it must agree with `acc`, in which lm-eval logs whether the likeliest candidate is right.
+    If candidates are numbers, a target may be a candidate or an index. A document's `gold` may be the index, or be
+    counted from 1, or mean something else. All questions of a task use the same meaning, which must agree with `acc`:
+    there lm-eval logs whether the likeliest candidate is right.
     """
-    if all(isinstance(question.sample.get("doc", {}).get("gold"), int) for question in questions):
-        return [question.sample["doc"]["gold"] for question in questions]
     possible = {name: [read(question) for question in questions] for name, read in READINGS.items()}
     possible = {name: golds for name, golds in possible.items() if None not in golds}
     if not possible:
@@ -253,9 +252,15 @@ def by_answer_from_1(question: Question) -> int | None:
     return number_of_candidate(counted_from_0, question) if question.chooses_contexts else None
 
 
+def by_gold(question: Question) -> int | None:
+    gold = question.sample.get("doc", {}).get("gold")
+    return gold if type(gold) is int and 0 <= gold < len(question.candidates) else None
+
+
 READINGS = {
     "the one whose text is the target": by_text,
     "the one whose index is the target": by_index,
+    "the document's `gold`, counted from 0": by_gold,
     "the document's `answer`, counted from 0": by_answer_from_0,
     "the document's `answer`, counted from 1": by_answer_from_1,
 }
@@ -272,7 +277,7 @@ def agrees_with_acc(question: Question, gold: int) -> bool:
 
 def why_no_gold(questions: list[Question]) -> str:
     if any(question.chooses_contexts for question in questions):
-        return "contexts are chosen here, and its documents have no `answer` that is the number of one"
+        return "contexts are chosen here, and its documents have no `answer` or `gold` that is the number of one"
     for question in questions:
         if by_text(question) is None and by_index(question) is None:
             where = f"doc_id {question.sample['doc_id']}"

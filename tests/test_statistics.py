@@ -134,6 +134,21 @@ def test_targets_among_digits_are_what_the_logged_accuracy_says():
     assert gold_indices("t", [asked("1", [" 0", " 1"])]) == [1]  # the same either way
 
 
+def test_a_gold_of_the_document_is_one_reading_among_others():
+    """It may be counted from 1 and go beyond the candidates, or be another field that has this name."""
+    texts = [" c", " d", " e"]
+    from_1 = [asked("0", texts, gold=1), asked("1", texts, gold=2), asked("2", texts, gold=3)]
+    assert gold_indices("t", from_1) == [0, 1, 2]
+    other = [asked(" c", texts, acc=1.0, gold=2), asked(" d", texts, acc=0.0, gold=2)]
+    assert gold_indices("t", other) == [0, 1]
+    by_gold = [asked("none", texts, acc=0.0, gold=2), asked("none", texts, acc=1.0, likeliest=1, gold=1)]
+    assert gold_indices("t", by_gold) == [2, 1]
+    with pytest.raises(ValueError, match="t: the acc that lm-eval logged is not that of .*`gold`, counted from 0"):
+        gold_indices("t", [asked("none", texts, acc=1.0, gold=2)])
+    with pytest.raises(ValueError, match="t: the right candidate may be .*index is the target or .*`gold`.*no logged"):
+        gold_indices("t", [asked("0", texts, gold=1)])
+
+
 def test_contexts_that_are_chosen():
     def chosen(**more) -> Question:
         return asked(" end", [" end", " end"], contexts=["She", "He"], **more)
