@@ -815,6 +815,17 @@ def test_the_largest_batch_is_looked_for_once(model, monkeypatch):
     assert lm._detect_batch_size([("", [1], [2])]) == 7 and len(looked) == 2
 
 
+def test_a_process_searches_the_size_of_its_batches_for_itself(model, monkeypatch):
+    """One that recalls all of its answers never comes to a search, so another would wait for it forever."""
+    lm = LoopedLM(model, num_loops="1,2", batch_size="auto", max_batch_size=2, device="cpu")
+    expected = [lm._detect_batch_size(), lm.loglikelihood([scored("a"), scored("b c")], True)]
+    lm = LoopedLM(model, num_loops="1,2", batch_size="auto", max_batch_size=2, device="cpu")
+    lm._world_size = 2
+    monkeypatch.setattr(lm, "all_gather", lambda _: pytest.fail("waited for the other process"), raising=False)
+    assert [lm._detect_batch_size(), lm.loglikelihood([scored("a"), scored("b c")], True)] == expected
+    assert lm.world_size == 2
+
+
 def test_what_the_command_is_not_called_with(tmp_path):
     with pytest.raises(ValueError, match="is no command of lm-eval: name the model so, --model looped"):
         harness.main([str(tmp_path), "--tasks", "some"])

@@ -112,12 +112,20 @@ class LoopedLM(HFLM):
         return "looped"
 
     def _detect_batch_size(self, requests=None, pos: int = 0) -> int:
-        """Search the size for texts of maximal length only once: every depth runs the same pass, to the deepest."""
-        if requests:
-            return super()._detect_batch_size(requests, pos)
-        if self._largest_batch is None:
-            self._largest_batch = super()._detect_batch_size()
-        return self._largest_batch
+        """Search the size for texts of maximal length only once: every depth runs the same pass, to the deepest.
+
+        Each process searches for itself: those that recall all of their answers do not search, so that nobody may
+        wait for them. Nothing in a pass waits for other processes, and their batches may differ."""
+        if requests is None and self._largest_batch is not None:
+            return self._largest_batch
+        world_size, self._world_size = self._world_size, 1  # HFLM gathers the sizes of several processes
+        try:
+            size = super()._detect_batch_size(requests, pos)
+        finally:
+            self._world_size = world_size
+        if requests is None:
+            self._largest_batch = size
+        return size
 
     def at(self, depth: int) -> "LoopedLM":
         """Set the depth at which requests are answered from now on."""
