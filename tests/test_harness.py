@@ -16,6 +16,7 @@ import transformers
 import yaml
 from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
+from lm_eval.api.model import CachingLM
 from lm_eval.config.evaluate_config import EvaluatorConfig
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
@@ -560,6 +561,34 @@ def test_answers_to_another_question_are_not_recalled(tmp_path):
     shutil.copyfile(other / "tokenizer.json", folder / "tokenizer.json")
     keys.append(key_of(folder, tmp_path))
     assert len({*keys}) == len(keys)
+
+
+def test_the_cache_of_simple_evaluate(model, manager, expected, tmp_path, monkeypatch):
+    """It is filled as by the stock model, with no answer twice, and read without the model."""
+    sqlitedict = pytest.importorskip("sqlitedict")
+    arguments, caches = {"pretrained": model, "num_loops": 4}, [str(tmp_path / name) for name in ("ours", "hf")]
+    for name, cache in zip(("looped", "hf"), caches):
+        assert_same(run(name, manager, TASKS, 7, arguments, use_cache=cache), expected[4])
+    ours_kept, hf_kept = (dict(sqlitedict.SqliteDict(f"{cache}_rank0.db")) for cache in caches)
+    assert ours_kept.keys() == hf_kept.keys()
+    monkeypatch.setattr(LoopedLM, "score_tokens", lambda *_, **__: pytest.fail("scored again"))
+    monkeypatch.setattr(LoopedLM, "_model_generate", lambda *_, **__: pytest.fail("generated again"))
+    assert_same(run("looped", manager, TASKS, 7, arguments, use_cache=caches[0]), expected[4])
+
+    lm = LoopedLM(model, num_loops=[1, 4], device="cpu")
+    with pytest.raises(ValueError, match=r"num_loops is 1\+4: name one depth, or use .*answers="):
+        run(lm, manager, ["letter"], use_cache=str(tmp_path / "several"))
+
+
+def test_what_is_scored_before_an_interruption_is_in_that_cache(model, tmp_path, monkeypatch):
+    sqlitedict = pytest.importorskip("sqlitedict")
+    lm = LoopedLM(model, num_loops=2, batch_size=1, device="cpu")
+    caching = CachingLM(lm, str(tmp_path / "kept.db"))
+    batches, score = iter(range(2)), lm._from_logits
+    monkeypatch.setattr(lm, "_from_logits", lambda tokens: score(tokens) if next(batches, None) is not None else 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        caching.loglikelihood([scored("a"), scored("b c"), scored("d e f")])
+    assert len(sqlitedict.SqliteDict(str(tmp_path / "kept.db"))) == 2
 
 
 def test_answers_of_models_that_are_given_as_objects(model, tmp_path, monkeypatch):

@@ -102,7 +102,8 @@ class LoopedLM(HFLM):
         self.answers = {} if answers is None else open_answers(f"{answers}_rank{self.rank}.db")
         self._state_of_model = [] if answers is None else self._what_decides(kwargs)
         self._present = None  # state of the model when it was last asked
-        self.cache_hook = SimpleNamespace(add_partial=self._keep_generated)
+        self._hook_of_lm_eval = self.cache_hook  # that of `use_cache`, set by `simple_evaluate`
+        self.cache_hook = SimpleNamespace(add_partial=self._keep_generated)  # called by HFLM
         self.state_seed = state_seed
         self._largest_batch: int | None = None
         self._generated_loops = []  # (loops, tokens) of each row of the current batch
@@ -165,6 +166,16 @@ class LoopedLM(HFLM):
 
     # answers
 
+    def set_cache_hook(self, cache_hook):
+        """Take the hook of `simple_evaluate(use_cache=...)`, which keeps answers beside those that are kept here."""
+        if len(self.depths) > 1:
+            raise ValueError(
+                "use_cache of simple_evaluate keeps one answer to a request, whatever its depth, and num_loops is "
+                f"{'+'.join(map(str, self.depths))}: name one depth, or use LoopedLM(..., answers=FILE) or "
+                "`looped eval --use_cache FILE`, which keep those of all depths"
+            )
+        self._hook_of_lm_eval = cache_hook
+
     def _what_decides(self, arguments: dict) -> list[str]:
         """Return everything that an answer depends on, except the request. arguments: those of `HFLM`."""
         effective = [str(x) for x in (self.model.dtype, self.mixed_precision_dtype, self.max_length)]
@@ -199,6 +210,8 @@ class LoopedLM(HFLM):
 
     def _keep(self, kind: str, arguments, depth: int, answer: Answer):
         self.answers[self._key(kind, arguments, depth)] = tuple(answer)
+        if depth == self.depth:
+            self._hook_of_lm_eval.add_partial(kind, arguments, answer.value)
 
     def _write_kept(self):
         """Write to the file what was kept since the last time. One transaction for a batch is the faster way."""
