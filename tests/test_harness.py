@@ -763,6 +763,21 @@ def test_commas_of_depths_are_kept():
     assert harness.join_depths("max_length=8,dtype=float32") == "max_length=8,dtype=float32"
 
 
+@pytest.mark.parametrize("written", ["num_loops=1,2,4", "num_loops=1+2+4", "num_loops=1..2,4", [1, 2, 4]])
+def test_several_depths_of_a_model_that_lm_eval_makes(model, manager, monkeypatch, written):
+    """It would evaluate the deepest alone, so that no weights are read."""
+    monkeypatch.setattr(HFLM, "__init__", lambda *_, **__: pytest.fail("the model was loaded"))
+    is_text = isinstance(written, str)
+    arguments = f"pretrained={model},{written}" if is_text else {"pretrained": model, "num_loops": written}
+    with pytest.raises(ValueError, match=r"num_loops=1\+2\+4: lm-eval .*`looped eval` .*simple_evaluate\(lm.at"):
+        run("looped", manager, ["letter"], model_args=arguments)
+
+
+def test_one_depth_of_a_model_that_lm_eval_makes(model, manager, expected):
+    for arguments in (f"pretrained={model},num_loops=2,dtype=float32", {"pretrained": model, "num_loops": [2]}):
+        assert_same(run("looped", manager, TASKS, 7, arguments), expected[2])
+
+
 def refused(message: str, monkeypatch, tasks, model_args: str, *arguments: str, task: str = "letter"):
     """The command fails with the message, and no weights are read."""
     loads = lambda *_, **__: pytest.fail("the model was loaded")  # noqa: E731

@@ -26,7 +26,7 @@ from looped_recipes.common.files import check_writable, write_whole
 from looped_recipes.common.provenance import commit, provenance
 
 from .looped_lm import LoopedLM
-from .question import check_question, refuse_depths_in
+from .question import check_question, join_depths, refuse_depths_in
 
 
 def as_lm_eval_spells(arguments: list[str]) -> list[str]:
@@ -41,11 +41,6 @@ def as_lm_eval_spells(arguments: list[str]) -> list[str]:
             name, equals, value = "--model_args", " ", f"num_loops={value if equals else rest.pop(0) if rest else ''}"
         spelt += [name, value] if equals == " " else [f"{name}{equals}{value}"]
     return [join_depths(argument) for argument in spelt]
-
-
-def join_depths(argument: str) -> str:
-    """Replace num_loops=1,2,4 by num_loops=1+2+4, because lm-eval splits arguments at commas."""
-    return re.sub(r"\bnum_loops=[^,={}]*(,[^,={}]*)+(?=,|$)", lambda depths: depths[0].replace(",", "+"), argument)
 
 
 def check_limit(limit: float | None):
@@ -192,8 +187,8 @@ def main(arguments: list[str]):
     options = options_of(config)
     options["task_manager"], options["tasks"] = asked_tasks(config)
     check_tasks(options["task_manager"], options["tasks"])
-    setup = {name: options[name] for name in ("batch_size", "max_batch_size", "device")}
-    lm = LoopedLM.create_from_arg_obj({**config.model_args, "answers": config.use_cache}, setup)
+    setup = {name: options[name] for name in ("batch_size", "max_batch_size", "device") if options[name] is not None}
+    lm = LoopedLM(**config.model_args, answers=config.use_cache, **setup)
     tracker_args = {**config.hf_hub_log_args, **({"output_path": config.output_path} if config.output_path else {})}
     results = results_by_depth(lm, config.model_args, tracker_args, **options)
     if not results:  # only the first process has results

@@ -24,19 +24,20 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import Collator, normalize_gen_kwargs
 from lm_eval.models.utils_hf import pad_and_concat
-from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, simple_parse_args_string
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from looped_eval.common.model_folder import LONG_TEXTS
 from looped_recipes.common.checksums import LIST, checksum, read_sealed
+from looped_recipes.common.command_line import parse_depths
 from looped_recipes.common.hub import model_inside
 from modeling_looped import generator_of, register_public_formats
 from modeling_looped.checks import check_starts_from_noise
 from modeling_looped.exit_criteria import ExitRule
 
-from .question import check_question, refuse_depths_in
+from .question import check_question, join_depths, refuse_depths_in
 
 
 logger = logging.getLogger(__name__)
@@ -108,6 +109,23 @@ class LoopedLM(HFLM):
         self._largest_batch: int | None = None
         self._generated_loops = []  # (loops, tokens) of each row of the current batch
         self.at(self.depths[-1])
+
+    @classmethod
+    def create_from_arg_string(cls, arg_string, additional_config=None):
+        return cls.create_from_arg_obj(simple_parse_args_string(join_depths(arg_string)), additional_config)
+
+    @classmethod
+    def create_from_arg_obj(cls, arg_dict, additional_config=None):
+        """Make the model for lm-eval, which then evaluates it once: at one depth."""
+        depths = [] if arg_dict.get("num_loops") is None else parse_depths(arg_dict["num_loops"])
+        if len(depths) > 1:
+            written = "+".join(map(str, depths))
+            raise ValueError(
+                f"num_loops={written}: lm-eval evaluates a model that it makes by its name at one depth. "
+                f"`looped eval` evaluates all of them, and so does Python with lm = LoopedLM(..., num_loops='{written}') and "
+                "simple_evaluate(lm.at(depth), ...) for each"
+            )
+        return super().create_from_arg_obj(arg_dict, additional_config)
 
     def __str__(self):
         return "looped"

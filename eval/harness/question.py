@@ -1,5 +1,6 @@
 """Checks the depths and exits of an evaluation against a model's config.json before the model is loaded."""
 
+import re
 from typing import NamedTuple
 
 from transformers import PreTrainedConfig
@@ -18,6 +19,11 @@ class Question(NamedTuple):
 
     depths: list[int]
     rule: ExitRule | None
+
+
+def join_depths(argument: str) -> str:
+    """Replace num_loops=1,2,4 by num_loops=1+2+4, because lm-eval splits arguments at commas."""
+    return re.sub(r"\bnum_loops=[^,={}]*(,[^,={}]*)+(?=,|$)", lambda depths: depths[0].replace(",", "+"), argument)
 
 
 def refuse_depths_in(gen_kwargs: dict, where: str):
