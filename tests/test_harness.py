@@ -133,6 +133,26 @@ def test_half_precision(model, manager):
             assert numbers(one["resps"][0][0]) == pytest.approx(numbers(other["resps"][0][0]), rel=0.05, abs=0.1)
 
 
+def test_log_probabilities_in_half_precision(model):
+    """Of one depth alone as among several, and as a softmax in float64 of the model's logits."""
+    text = "a b c d e f g"
+    document, choice = Instance("loglikelihood_rolling", {}, (text,), 0), question("a b c", " d e f g")
+    found = []
+    for depths in (4, [2, 4]):
+        lm = LoopedLM(model, num_loops=depths, device="cpu", dtype="bfloat16")
+        found.append([*lm.loglikelihood_rolling([document], True), lm.loglikelihood([choice], True)[0][0]])
+    ids = [lm.tokenizer.bos_token_id, *lm.tokenizer(text, add_special_tokens=False)["input_ids"]]
+    expected = []
+    for tokens, count in ((ids, 7), (lm.tokenizer(text)["input_ids"], 4)):
+        with torch.no_grad():
+            logits = lm.model(torch.tensor([tokens[:-1]]), num_loops=4).logits[0].double()
+        log_p = logits.log_softmax(-1).gather(-1, torch.tensor(tokens[1:])[:, None])
+        expected.append(log_p[-count:].sum().item())
+    assert found[0] == pytest.approx(expected, rel=1e-5) and found[1] == pytest.approx(expected, rel=1e-5)
+    lm = LoopedLM(model, num_loops=4, device="cpu", dtype="bfloat16", softmax_dtype="bfloat16")
+    assert lm.loglikelihood_rolling([document], True) != pytest.approx(expected[:1], rel=1e-5)  # as it is asked for
+
+
 def passes(monkeypatch, lm) -> list[int]:
     """Depths of the passes that the model makes from now on."""
     depths, forward = [], lm.model.model.forward

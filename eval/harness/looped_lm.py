@@ -121,9 +121,9 @@ class LoopedLM(HFLM):
         if len(depths) > 1:
             written = "+".join(map(str, depths))
             raise ValueError(
-                f"num_loops={written}: lm-eval evaluates a model that it makes by its name at one depth. "
-                f"`looped eval` evaluates all of them, and so does Python with lm = LoopedLM(..., num_loops='{written}') and "
-                "simple_evaluate(lm.at(depth), ...) for each"
+                f"num_loops={written}: lm-eval evaluates a model that it makes by its name at one depth only. "
+                "`looped eval` evaluates all, and so does, in Python, simple_evaluate(lm.at(depth), ...) for each "
+                f"depth of lm = LoopedLM(..., num_loops='{written}')"
             )
         return super().create_from_arg_obj(arg_dict, additional_config)
 
@@ -412,7 +412,9 @@ class LoopedLM(HFLM):
         return torch.stack([log_p, torch.zeros_like(log_p), depths[:, None].expand_as(log_p)], dim=1)
 
     def _from_logits(self, tokens: "ScoredTokens") -> torch.Tensor:
-        """Return [depths, 3, tokens] from the logits after every loop, read only where continuations are predicted."""
+        """Return [depths, 3, tokens] from the logits after every loop, read only where continuations are predicted.
+
+        Their logarithms are taken in float32 at least, as in the cross-entropy, unless `softmax_dtype` is given."""
         length = tokens.input_ids.shape[1]
         asked, answers = (tokens.rows * length + tokens.places).unique(return_inverse=True)  # choices may share them
         every_loop = self._reads_every_loop
@@ -425,9 +427,8 @@ class LoopedLM(HFLM):
             states = states.flatten(0, 1)[asked][None]  # [1, positions, width]
             logits = self.model.logits_after_loop(states, loop - 1) if every_loop else self.model.logits(states)
             logits = logits[0, answers]  # [tokens, vocabulary]
-            log_p.append(
-                F.log_softmax(logits, dim=-1, dtype=self.softmax_dtype).gather(-1, tokens.targets[:, None])[:, 0]
-            )
+            dtype = self.softmax_dtype or torch.promote_types(logits.dtype, torch.float32)
+            log_p.append(F.log_softmax(logits, dim=-1, dtype=dtype).gather(-1, tokens.targets[:, None])[:, 0])
             misses.append(logits.argmax(-1) != tokens.targets)
             if self.rule is not None:
                 seen = outputs.loop_hidden_states
