@@ -216,6 +216,19 @@ def test_a_model_that_changes_is_asked_again(model, change):
     assert len({*likelihoods}) == 5
 
 
+def test_dropout_that_training_turned_on(tmp_path):
+    """A callback that leaves it on gets what the model then answers, not what it answered before."""
+    folder = save_model_and_tokenizer(tmp_path, residual_dropout=0.5)
+    looped = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    lm = LoopedLM(looped, tokenizer=tiny_tokenizer(), num_loops=2)
+    before = lm.loglikelihood([scored("a b c d")], True)
+    assert lm.loglikelihood([scored("a b c d")], True) == before
+    looped.train()
+    assert lm.loglikelihood([scored("a b c d")], True) != before
+    looped.eval()
+    assert lm.loglikelihood([scored("a b c d")], True) == before
+
+
 def test_adapters_and_tokenizers_that_change(model):
     """Without any change of weights."""
     peft = pytest.importorskip("peft")

@@ -49,7 +49,8 @@ CHANGE_NO_ANSWER = {  # arguments of HFLM for place and speed, and those whose e
     "parallelize", "max_memory_per_gpu", "max_cpu_memory", "offload_folder", "tp_plan",
 }  # fmt: skip
 
-OF_ADAPTER = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")  # attributes of PEFT's layers
+# attributes of modules that change answers where no weight changes; all but the first are of PEFT's layers
+OF_MODULES = ("training", "_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
 
 
 class Answer(NamedTuple):
@@ -208,7 +209,7 @@ class LoopedLM(HFLM):
 
         Weights are read, since a write through `.data` leaves no other trace. That takes less than a pass."""
         settings = [
-            [type(module).__qualname__, *(f"{n}={vars(module)[n]}" for n in OF_ADAPTER if n in vars(module))]
+            [type(module).__qualname__, *(f"{n}={vars(module)[n]}" for n in OF_MODULES if n in vars(module))]
             for module in self.model.modules()
         ]
         configs = [str(self.config), str(getattr(self.model, "generation_config", None)), self.max_length]
