@@ -212,7 +212,8 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin, LoopedLoss
         """Return the gate logit of H: [batch, length]."""
         refuse_if(
             self.exit_gate is None,
-            "this model was built without an exit gate (exit_gate='none'): build it with exit_gate='raw' or 'normed'",
+            f"an exit gate is read here (loop_loss={self.config.loop_loss!r}), but this model was built without one: "
+            "build it with exit_gate='raw' or 'normed'",
         )
         if self.config.exit_gate == "normed":
             state = self.model.norm(state)
