@@ -34,7 +34,8 @@ from .helpers_processes import run_and_kill
 ADAMW = {"lr": 0.01, "weight_decay": 0.1}
 MUON = {"name": "muon", "lr": 0.01, "muon_lr": 0.01, "muon_weight_decay": 0.1, "muon_weight_decay_end": 0.0}
 NORMUON = {**MUON, "name": "normuon", "muon_value_gates": True}
-STABLE = {**ADAMW, "eps": 1e-6, "update_clipping": True, "atan2": True, "decay_all": False}
+CLIPPED = {"update_clipping": True, "clip_as_one": "attention_and_mlp"}
+STABLE = {**ADAMW, **CLIPPED, "eps": 1e-6, "atan2": True, "decay_all": False}
 
 
 def model_and_optimizers(optimizer: dict = ADAMW, **fields):

@@ -183,6 +183,30 @@ def test_stable_adamw_is_the_formula(clipping, atan2):
             assert torch.allclose(weight, exact, rtol=0, atol=1e-12)
 
 
+def test_parameters_that_are_clipped_together_are_clipped_as_one_tensor():
+    """Against the formula on one tensor that holds both; a spike in the third is no matter of theirs."""
+    shapes = [(6, 5), (3, 5), (4, 5)]
+    gradients, start = some_gradients(shapes, steps=12), some_weights(shapes)
+    gradients[7][1] *= 50
+    gradients[9][2] *= 50
+    settings = {"betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.1, "clipping": True, "atan2": True}
+
+    def optimizer_class(parameters, **settings):
+        two_groups = [{"params": parameters[:1]}, {"params": parameters[1:]}]
+        elsewhere = torch.nn.Parameter(torch.zeros(2))
+        return StableAdamW(two_groups, together=[(parameters[1], elsewhere, parameters[0])], **settings)
+
+    def fused(tensors):
+        return [torch.cat(tensors[:2]), tensors[2]]
+
+    found = run(optimizer_class, gradients, start, lr=0.01, **settings)
+    expected = naive_stable_adamw([fused(each) for each in gradients], fused(start), [0.01] * 12, **settings)
+    for after, exact in zip(found, expected):
+        assert all(torch.allclose(a, b, rtol=0, atol=1e-12) for a, b in zip(fused(after), exact))
+    alone = run(StableAdamW, gradients, start, lr=0.01, **settings)
+    assert not torch.allclose(found[-1][0], alone[-1][0], rtol=0, atol=1e-4)
+
+
 def test_without_clipping_and_atan2_it_is_adamw():
     gradients, start = some_gradients(SHAPES), some_weights(SHAPES)
     settings = {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-8, "weight_decay": 0.1}

@@ -95,6 +95,27 @@ def test_clipping_and_atan2_make_it_the_optimizer_of_recurrent_depth_models():
         assert (group["lr"], group["eps"], group["betas"]) == (0.1, 1e-6, (0.9, 0.95))
 
 
+@pytest.mark.parametrize("preset, clip_as_one", [("huginn", "attention_and_mlp"), ("rdm", "mlp"), ("rdm", None)])
+def test_what_public_codes_keep_in_one_tensor_is_clipped_as_one(preset, clip_as_one):
+    """Huginn's has Wqkv.weight, qk_bias and mlp.fc.weight, Parcae's mlp.fc.weight."""
+    model = tiny_model(preset=preset, num_prelude_layers=1, num_core_layers=2, num_coda_layers=1)
+    config = OptimizerConfig(update_clipping=True, clip_as_one=clip_as_one, decay_all=False)
+    (found,) = build_optimizers(model, config, 10)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    sets = {}
+    for number, (parameter, _) in enumerate(found.members()):
+        sets.setdefault(found.first_of.get(number, number), set()).add(names[id(parameter)])
+    expected = []
+    for block in ("model.prelude.0", "model.core.0", "model.core.1", "model.coda.0"):
+        if clip_as_one is not None:
+            expected.append({f"{block}.mlp.{name}_proj.weight" for name in ("gate", "up")})
+        if clip_as_one == "attention_and_mlp":
+            expected.append({f"{block}.self_attn.{name}_proj.weight" for name in "qkv"})
+            expected.append({f"{block}.self_attn.{name}_proj.bias" for name in "qk"})
+    assert sorted(map(sorted, (each for each in sets.values() if len(each) > 1))) == sorted(map(sorted, expected))
+    assert set().union(*sets.values()) == set(names.values())
+
+
 def test_vectors_and_what_parcae_exempts_do_not_decay():
     """Written out: everything with fewer than two dimensions, B of the injection and C."""
     model = tiny_model(

@@ -38,7 +38,7 @@ def build_optimizers(model: nn.Module, config: OptimizerConfig, total_steps: int
             optimizers.append(MUONS[config.name]([group], lr=config.muon_lr, momentum=config.muon_momentum))
         groups = without(groups, matrices)
     if groups:
-        optimizers.append(adamw(groups, config))
+        optimizers.append(adamw(groups, config, clipped_together(model, config)))
     if not optimizers:
         raise RecipeError("the model has no parameter that requires gradients: there is nothing to train")
     apply_step_settings(optimizers, 0, config, total_steps)
@@ -49,13 +49,30 @@ def build_optimizers(model: nn.Module, config: OptimizerConfig, total_steps: int
 MUONS = {"muon": partial(SharedMuon, adjust_lr_fn="original"), "normuon": NorMuon}
 
 
-def adamw(groups: list[dict], config: OptimizerConfig) -> torch.optim.Optimizer:
+def adamw(groups: list[dict], config: OptimizerConfig, together: list[list[nn.Parameter]]) -> torch.optim.Optimizer:
     settings = {"lr": config.lr, "betas": tuple(config.betas), "eps": config.eps}
     groups = [{**group, "params": of_mesh} for group in groups for of_mesh in by_mesh(group["params"])]
     if not (config.update_clipping or config.atan2):
         # fused: one kernel for all tensors. The model is moved to the GPU only after the optimizer is made
         return torch.optim.AdamW(groups, **settings, fused=True if torch.cuda.is_available() else None)
-    return StableAdamW(groups, **settings, clipping=config.update_clipping, atan2=config.atan2)
+    return StableAdamW(groups, **settings, clipping=config.update_clipping, atan2=config.atan2, together=together)
+
+
+def clipped_together(model: nn.Module, config: OptimizerConfig) -> list[list[nn.Parameter]]:
+    """Return the sets of parameters that the code of a paper keeps in one tensor, and so clips as one."""
+    projections = {
+        None: [],
+        "mlp": [("gate_proj", "up_proj")],
+        "attention_and_mlp": [("gate_proj", "up_proj"), ("q_proj", "k_proj", "v_proj")],
+    }[config.clip_as_one]
+    sets = [
+        [getattr(getattr(module, name, None), kind, None) for name in names]
+        for module in model.modules()
+        for names in projections
+        for kind in ("weight", "bias")
+    ]
+    sets = [[parameter for parameter in each if parameter is not None] for each in sets]
+    return [each for each in sets if len(each) > 1]
 
 
 def adamw_groups(model: nn.Module, config: OptimizerConfig) -> list[dict]:

@@ -109,6 +109,8 @@ def idle_optimizer(optimizer: OptimizerConfig) -> Iterator[tuple[str, list[str],
         yield "optimizer", ["muon_momentum_start"], "optimizer.muon_momentum_steps=0"
     if optimizer.atan2 and not optimizer.update_clipping:
         yield "optimizer", ["eps"], "optimizer.atan2=true and no update_clipping"
+    if not optimizer.update_clipping:
+        yield "optimizer", ["clip_as_one"], "no optimizer.update_clipping"
     if optimizer.weight_decay == 0:
         yield "optimizer", ["decay_all"], "optimizer.weight_decay=0"
         if not muon or not (optimizer.muon_weight_decay or optimizer.muon_weight_decay_end):

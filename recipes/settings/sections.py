@@ -85,6 +85,9 @@ class OptimizerConfig:
     eps: float = 1e-8  # of AdamW
     weight_decay: float = 0.0  # of AdamW
     update_clipping: bool = False  # of AdamW, see stable_adamw.py
+    # update_clipping as in codes where gate and up of a block are one tensor (mlp), or also q, k and v, and the biases
+    # of these (attention_and_mlp); None: every parameter alone
+    clip_as_one: Literal["mlp", "attention_and_mlp"] | None = None
     atan2: bool = False  # AdamW without epsilon
     decay_all: bool = True  # false: no decay of AdamW for norms, biases and other vectors, nor for Parcae's B and C
     keep_decay_product: bool = False  # lr * weight_decay stays what it is at the base rate
