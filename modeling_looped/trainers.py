@@ -65,9 +65,12 @@ class OwnLoss:
             "leave it out",
         )
         loss_type = getattr(self.args, "loss_type", "nll")
+        others = [cls.__name__ for cls in type(self).__mro__ if has_loss_of_trl(cls) and cls.__name__ != "SFTTrainer"]
+        if loss_type != "nll" and "SFTConfig" not in [cls.__name__ for cls in type(self.args).__mro__]:
+            others.append(type(self).__name__)
         refuse_if(
-            loss_type != "nll" and "SFTConfig" not in [cls.__name__ for cls in type(self.args).__mro__],
-            f"OwnLoss is for a Trainer and for TRL's SFTTrainer; {type(self).__name__} computes a loss of its own: "
+            bool(others),
+            f"OwnLoss is for a Trainer and for TRL's SFTTrainer; {others and others[0]} computes a loss of its own: "
             "take it as it is",
         )
         refuse_if(
@@ -96,3 +99,7 @@ class OwnLoss:
             "and a prefix has the depth that it was made at: use LoRA and its like, or leave out `depths`",
         )
         return self.depths.of_step(plain, self.args.seed, step, rows, given.shape[1], given.device)
+
+
+def has_loss_of_trl(cls: type) -> bool:
+    return cls.__module__.split(".")[0] == "trl" and "compute_loss" in vars(cls)

@@ -491,6 +491,37 @@ def test_what_a_trainer_can_not_do_with_the_models_own_loss(tmp_path, warnings_o
     assert len(warnings_of_clients) == 1
 
 
+def test_a_trainer_of_trl_with_another_loss_does_not_take_the_models_own(tmp_path):
+    """Also where its arguments are those of SFTTrainer, as in distillation, whose teacher would be left out."""
+    trl = trl_or_skip()
+    gkd = pytest.importorskip("trl.experimental.gkd")
+    from modeling_looped.trainers import OwnLoss
+
+    class OfDistillation(gkd.GKDTrainer):
+        def compute_loss(self, *args, **kwargs):
+            return super().compute_loss(*args, **kwargs)
+
+    class OfSupervision(trl.SFTTrainer):
+        def compute_loss(self, *args, **kwargs):
+            return super().compute_loss(*args, **kwargs)
+
+    model, ids = tiny_model(vocab_size=30, loop_loss="per_loop"), random_ids(2, 5, 30)
+    args = SimpleNamespace(label_smoothing_factor=0, use_liger_kernel=False, loss_type="nll")
+    for base, named in [
+        (gkd.GKDTrainer, "GKDTrainer"),
+        (OfDistillation, "GKDTrainer"),
+        (trl.RewardTrainer, "RewardTrainer"),
+        (trl.DPOTrainer, "DPOTrainer"),
+    ]:
+        trainer = object.__new__(type("Mixed", (OwnLoss, base), {}))  # without its teacher or pairs
+        trainer.__dict__.update(args=args, label_smoother=None)
+        with pytest.raises(ValueError, match=f"{named} computes a loss of its own: take it as it is"):
+            trainer.compute_loss(model, {"input_ids": ids, "labels": ids})
+    trainer = fine_tuning(type("Mixed", (OwnLoss, OfSupervision), {}), model, tmp_path)
+    wanted = model(ids, labels=ids).loss.item()
+    assert trainer.compute_loss(model, {"input_ids": ids, "labels": ids}).item() == pytest.approx(wanted, rel=1e-6)
+
+
 def test_a_pass_that_trains_nothing_warns_of_nothing(warnings_of_clients):
     model, ids = tiny_model(loop_loss="per_loop"), random_ids(2, 5)
     model(ids)
