@@ -24,7 +24,7 @@ from transformers.utils import logging
 from .borrowed import CACHE, one_cache
 from .cache import LoopedCache, sharing_of
 from .checks import check_softcap, refuse_if
-from .clients import has_prefix, warn_of_another_policy
+from .clients import ADAPTERS_OF_ROWS, has_prefix, warn_of_another_policy
 from .continuous import decode_continuously
 from .cpu import decoding
 from .depth import check_depths
@@ -339,6 +339,11 @@ class LoopedGenerationMixin(Generative):
         a list of one per prompt), rows at different loops and tokens share every pass: see `shared_passes.py`, also
         for `max_rows` and `max_tokens`. The results then have `token_loops`.
         """
+        refuse_if(
+            kwargs.get("adapter_names") is not None,
+            f"{ADAPTERS_OF_ROWS} follow the places of rows in the batch, which generate_batch changes: run the rows "
+            "of each adapter by themselves, or take generate at one depth",
+        )
         of_batches = {*signature(super().generate_batch).parameters}
         self._check_names({name: value for name, value in kwargs.items() if name not in of_batches}, generation_config)
         given = {name: kwargs.pop(name) for name in DEPTH_FIELDS if name in kwargs}

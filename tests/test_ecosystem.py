@@ -201,6 +201,10 @@ def test_adapters_of_single_rows(section):
         clean(model)
     with pytest.raises(ValueError, match="adapters of single rows .* follow the places of rows in the batch"):
         model(input_ids=ids, adapter_names=names, num_loops=[1, 3])
+    clean(model)
+    for depth in ({}, {"num_loops": [1, 3]}):
+        with pytest.raises(ValueError, match="adapters of single rows .* which generate_batch changes"):
+            model.generate_batch(ids.tolist(), max_new_tokens=3, adapter_names=names, **depth)
 
 
 def clean(model):
