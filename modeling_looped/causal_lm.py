@@ -22,8 +22,8 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache
 
-from .borrowed import named_cache, one_cache, tuples_on_request
 from .checks import check_inputs, refuse_if
+from .compatibility import named_cache, one_cache, tuples_on_request
 from .configuration_looped import LoopedConfig
 from .cpu import project
 from .depth import depth_tensor, read_depths

@@ -3,7 +3,7 @@
 import torch
 from transformers.utils import logging
 
-from .borrowed import PagedAttentionCache
+from .compatibility import PagedAttentionCache
 from .depth import DepthPlan
 from .overrides import is_wrapped
 

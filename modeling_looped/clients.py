@@ -5,8 +5,8 @@ import sys
 import torch
 from transformers.utils import logging
 
-from .borrowed import look_up
 from .checks import refuse_if
+from .compatibility import look_up
 
 
 logger = logging.get_logger(__name__)

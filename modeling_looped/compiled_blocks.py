@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from .borrowed import class_or_missing, look_up
+from .compatibility import class_or_missing, look_up
 
 
 StaticCache, StaticLayer = (

@@ -2,7 +2,7 @@
 
 from transformers.activations import ACT2FN
 
-from .borrowed import look_up
+from .compatibility import look_up
 from .config_layers import LAYER_TYPES, SHARED_ROPE
 
 

@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers.utils import logging
 
-from .borrowed import look_up
+from .compatibility import look_up
 from .overrides import has_global_hooks, has_hooks
 from .switches import is_switched_on
 from .tensors import may_be_transformed

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from .borrowed import look_up
+from .compatibility import look_up
 from .tensors import on_device
 
 

@@ -9,8 +9,8 @@ from collections.abc import Callable
 import torch
 from transformers.cache_utils import DynamicCache
 
-from .borrowed import look_up, named_cache
 from .checks import recorded
+from .compatibility import look_up, named_cache
 from .context import PassContext
 from .depth import deepest, depth_per_row
 from .exit_criteria import CRITERIA, ExitRule

@@ -2,7 +2,7 @@
 
 Greedy decoding and sampling with an exit criterion, a warm start or an int8 cache run in `continuous.py`, where each
 row of a batch exits independently. Self-speculation runs in `speculation.py`. Plain decoding at one depth runs in
-`in_step.py` where passes can be CUDA graphs, and everything else, at a fixed depth, in transformers' own loops.
+`graph_decoding.py` where passes can be CUDA graphs, and everything else, at a fixed depth, in transformers' own loops.
 """
 
 import copy
@@ -21,17 +21,17 @@ from transformers.generation import (
 )
 from transformers.utils import logging
 
-from .borrowed import CACHE, one_cache
 from .cache import LoopedCache, sharing_of
 from .checks import check_softcap, refuse_if
 from .clients import ADAPTERS_OF_ROWS, has_prefix, warn_of_another_policy
+from .compatibility import CACHE, one_cache
 from .continuous import decode_continuously
 from .cpu import decoding
 from .depth import check_depths
 from .depth_options import DEPTH_FIELDS, EXIT_FIELDS, DepthOptions, listed, refuse_sharing, set_fields
 from .exit_criteria import ExitCriterion, ExitSelection
 from .foreign_names import GENERATION_FIELDS, refuse_foreign
-from .in_step import decode_in_step, goes_in_step
+from .graph_decoding import decode_in_step, goes_in_step
 from .outputs import AskedOutputs, LoopedGenerateBeamOutput, LoopedGenerateOutput
 from .row_engine import RowEngine, obstacle_to_row_engine
 from .row_view import kernels_of_single_queries

@@ -5,8 +5,8 @@ from typing import Any
 
 from torch import nn
 
-from .borrowed import class_or_missing
 from .checks import refuse_if
+from .compatibility import class_or_missing
 from .configuration_looped import LoopedConfig
 from .modeling_looped import LoopedModel, LoopedPreTrainedModel
 

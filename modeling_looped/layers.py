@@ -15,13 +15,13 @@ from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .borrowed import (
+from .checks import check_softcap
+from .compatibility import (
     KERNELS_FILL_PAGES,
     PagedAttentionCache,
     RotaryEmbedding,
     eager_attention,
 )
-from .checks import check_softcap
 from .cpu import attend_single_query, is_slow_single_query, project
 from .cpu_gradients import attend_causally
 from .loop_parameters import LoopDeltas

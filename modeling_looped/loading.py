@@ -5,7 +5,7 @@ from contextvars import ContextVar
 from pickle import UnpicklingError
 from typing import Any
 
-from .borrowed import look_up
+from .compatibility import look_up
 from .depth_options import DEPTH_FIELDS
 from .foreign_names import UnknownNameError
 from .overrides import PACKAGE

@@ -30,7 +30,6 @@ from torch.utils.checkpoint import checkpoint
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
-from .borrowed import CACHE, captured, config_defaults, named_cache, one_cache
 from .cache import CacheView, view_for_pass
 from .checks import (
     check_computes_again,
@@ -48,6 +47,7 @@ from .clients import (
     refuse_adapters_of_rows,
     warn_of_another_loss,
 )
+from .compatibility import CACHE, captured, config_defaults, named_cache, one_cache
 from .compiled_blocks import can_have_regions
 from .configuration_looped import READOUTS, LoopedConfig
 from .context import LoopInputs, PassContext

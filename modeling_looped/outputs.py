@@ -8,7 +8,7 @@ import torch
 from transformers.generation import GenerateBeamDecoderOnlyOutput, GenerateDecoderOnlyOutput
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
-from .borrowed import CACHE, recorded_states
+from .compatibility import CACHE, recorded_states
 from .config_relations import LOSSES_OF_GATES
 
 

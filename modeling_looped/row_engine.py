@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .borrowed import CACHE, look_up, named_cache
 from .cache import LoopedCache, sharing_of
 from .checks import check_length, refuse_if
 from .clients import ADAPTERS_OF_ROWS, gives_rows_adapters
+from .compatibility import CACHE, look_up, named_cache
 from .depth import check_depths
 from .exit_criteria import ExitRule
 from .outputs import LoopedGenerateOutput

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from .borrowed import look_up
 from .cache import LoopedCache, index_of_loop
+from .compatibility import look_up
 from .depth import BlockMask
 from .row_view import attend_to_all
 from .tensors import on_device

@@ -2,8 +2,8 @@
 
 from transformers import GenerationConfig
 
-from .borrowed import look_up
 from .checks import check_softcap, refuse_if
+from .compatibility import look_up
 from .depth_options import DEPTH_FIELDS, listed
 
 

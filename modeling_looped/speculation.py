@@ -17,7 +17,7 @@ from time import perf_counter
 import torch
 from transformers.utils import logging
 
-from .in_step import next_logits
+from .graph_decoding import next_logits
 from .proposals import FEWEST_RECORDS, SURE, Planner, ProbeReading
 from .row_engine import RowEngine
 from .row_graphs import AFTER

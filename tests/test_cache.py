@@ -11,8 +11,8 @@ from transformers import DynamicCache, LlamaConfig, QuantizedCache, StaticCache
 from transformers.cache_utils import Cache, DynamicLayer
 
 from modeling_looped import LoopedCache, LoopedConfig
-from modeling_looped.borrowed import CACHE
 from modeling_looped.cache import PreallocatedLayer
+from modeling_looped.compatibility import CACHE
 
 from .helpers import random_ids, tiny_model
 from .helpers_llama import make_looped, tokens, unroll

@@ -9,7 +9,7 @@ from transformers.integrations.executorch import (
     export_with_dynamic_cache,
 )
 
-from modeling_looped.borrowed import CACHE, named_cache
+from modeling_looped.compatibility import CACHE, named_cache
 from tests.helpers import quick_and_slow, random_ids, tiny_model
 
 

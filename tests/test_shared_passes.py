@@ -15,7 +15,7 @@ import torch
 from accelerate import cpu_offload
 
 from modeling_looped import LoopedModel, continuous, shared_passes
-from modeling_looped.borrowed import CACHE
+from modeling_looped.compatibility import CACHE
 from modeling_looped.row_passes import Tokens
 from modeling_looped.row_prompts import Prompt, begin_parts
 from modeling_looped.row_view import RowView

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from looped_recipes.settings.recipe import TrainingConfig
-from modeling_looped.borrowed import look_up
+from modeling_looped.compatibility import look_up
 from modeling_looped.cross_entropy import fusible_cross_entropy_of
 
 from .activations import keep_fewer_activations

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from looped_recipes.common.measures import by_mesh, total_norm
 from looped_recipes.settings.recipe import RecipeError
 from modeling_looped import LoopedConfig
-from modeling_looped.borrowed import look_up
+from modeling_looped.compatibility import look_up
 from modeling_looped.config_plans import existing_sections
 
 

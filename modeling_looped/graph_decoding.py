@@ -6,10 +6,10 @@ Without graphs, transformers' own loop decodes, pass by pass.
 import torch
 from transformers.generation.stopping_criteria import StopStringCriteria
 
-from .borrowed import CACHE
 from .cache import LoopedCache
 from .checks import check_length
 from .clients import adds_virtual_tokens
+from .compatibility import CACHE
 from .depth import check_depths
 from .row_engine import IN_TICKS, RowEngine, rope_type_by_length
 from .row_graphs import can_have_graphs

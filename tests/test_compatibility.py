@@ -117,7 +117,7 @@ def test_a_class_to_inherit_from_that_is_gone(fresh_copy, monkeypatch):
 
 def test_without_the_recorder_nothing_is_taken_from_it(fresh_copy, monkeypatch):
     monkeypatch.delattr(f"{CAPTURING}._active_collector")
-    assert fresh_copy("borrowed").recorded_states() == []
+    assert fresh_copy("compatibility").recorded_states() == []
 
 
 def test_what_cannot_be_recorded_is_refused(fresh_copy, monkeypatch):
