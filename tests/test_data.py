@@ -366,6 +366,30 @@ def test_splits_of_a_folder(make_data, tmp_path):
     assert texts_of(prepared, "validation") == make_documents(40, seed=2)
 
 
+@pytest.mark.parametrize("name", ["README.md", ".huggingface.yaml"])
+def test_files_that_change_their_splits_are_prepared_anew(make_data, tmp_path, name):
+    """What a README.md says beside the splits changes nothing."""
+    folder = tmp_path / "hub"
+    texts = {"a": make_documents(90, seed=1), "b": make_documents(40, seed=2)}
+    for file, documents in texts.items():
+        write_jsonl(folder / "data" / f"{file}.jsonl", documents)
+    data = make_data(source=folder, validation_split="validation")
+    plain = sources.training_source(data).settings()
+    (folder / "README.md").write_text("---\nlicense: mit\n---\nTexts.\n")
+    assert sources.training_source(data).settings() == plain
+    for train, validation in (("a", "b"), ("b", "a")):
+        files = {"train": train, "validation": validation}
+        paths = [{"split": split, "path": f"data/{file}.jsonl"} for split, file in files.items()]
+        said = f"configs: {json.dumps([{'config_name': 'default', 'data_files': paths}])}\n"
+        (folder / name).write_text(f"---\n{said}---\nTexts.\n" if name == "README.md" else said)
+        prepared = shards.prepare(data)
+        for split, file in files.items():
+            assert texts_of(prepared, split) == texts[file]
+    before = prepared.folder
+    (folder / "README.md").write_text((folder / "README.md").read_text().replace("Texts.", "Other words."))
+    assert shards.prepare(data).folder == before
+
+
 @pytest.mark.parametrize("saved", [False, True])
 def test_a_split_that_is_not_read_is_said(make_data, tmp_path, capsys, saved):
     splits = {"train": make_documents(90, seed=1), "validation": make_documents(40, seed=2)}

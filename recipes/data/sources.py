@@ -56,6 +56,7 @@ BYTE_ORDER_MARK = "\ufeff"
 # characters after which a text file is cut at the next blank line: one piece in a hundred is held out by default
 TEXT_DOCUMENT = 4096
 LONGEST_REASON = 500  # characters
+FRONT_MATTER = re.compile(r"\s*---\s*\n(.*?)\n---\s*$", re.DOTALL | re.MULTILINE)  # the YAML that begins a README.md
 WIKITEXT = {"Salesforce/wikitext", "wikitext"}
 WIKITEXT_ARTICLE = r"\s*= [^=].* =\s*$"  # " = Title = "; sections are " = = Section = = "
 
@@ -93,6 +94,8 @@ class Source:
             stats = [(path, path.stat()) for path in files]
             fields["files"] = _digest([[str(path), stat.st_size, stat.st_mtime_ns] for path, stat in stats])
             fields["name"] = str(expanded(self.name).absolute())
+            if (said := said_of_splits(expanded(self.name))) is not None:
+                fields["splits"] = _digest(said)
         return fields
 
     def load(self) -> Documents:
@@ -360,6 +363,17 @@ def refuse_left_out(name: str, files: list[Path], reader: DatasetBuilder):
             f"folder {name!r} holds {len(left)} files that are of no split, e.g. {left[0]!r}: put a split into their "
             "names (train, validation, test), or name the files with a pattern"
         )
+
+
+def said_of_splits(folder: Path) -> str | None:
+    """Return the text in which a folder assigns its files to splits for `datasets`; None if there is none."""
+    readme, alone = folder / "README.md", folder / ".huggingface.yaml"
+    said = ""
+    if readme.is_file() and (front := FRONT_MATTER.match(readme.read_text(encoding="utf-8", errors="replace"))):
+        said += front[1]
+    if alone.is_file():
+        said += f"\n{alone.read_text(encoding='utf-8', errors='replace')}"
+    return said if re.search(r"^[\"']?(configs|dataset_info)\b", said, re.MULTILINE) else None
 
 
 def is_saved(name: str) -> bool:
