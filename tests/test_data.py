@@ -339,6 +339,21 @@ def test_a_changed_file_is_prepared_anew(make_data):
     assert all(text.endswith(" 5") for text in texts_of(second, "train"))
 
 
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "txt"])
+def test_a_file_that_is_replaced_under_the_same_time_is_read_anew(tmp_path, kind):
+    """As `cp -p` and archives replace it."""
+    path = tmp_path / f"a.{kind}"
+    for texts in (make_documents(20, seed=1), make_documents(30, seed=2)):
+        if kind == "txt":
+            path.write_text("".join(texts))
+            texts = ["".join(texts)]
+        else:
+            rows = datasets.Dataset.from_dict({"text": texts})
+            rows.to_json(path) if kind == "jsonl" else rows.to_parquet(path)
+        os.utime(path, (1, 1))
+        assert load(path) == texts
+
+
 # Validation
 
 

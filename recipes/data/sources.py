@@ -91,8 +91,7 @@ class Source:
             }
         files = local_files(self.name)
         if files is not None:
-            stats = [(path, path.stat()) for path in files]
-            fields["files"] = _digest([[str(path), stat.st_size, stat.st_mtime_ns] for path, stat in stats])
+            fields["files"] = _digest_of_files(files)
             fields["name"] = str(expanded(self.name).absolute())
             if (said := said_of_splits(expanded(self.name))) is not None:
                 fields["splits"] = _digest(said)
@@ -143,7 +142,10 @@ class Source:
             return saved[self.split]
         reader = self._reader(files)
         refuse_unknown_splits(split_names(self.split), splits_of(reader))
-        reader = reader if self.token_field else strict_about_text(reader, self.text_field)
+        of_texts = "" if self.token_field else strict_about_text(reader, self.text_field)
+        # `datasets` caches on the disk by path and time of change, which a replaced file may share with the old one
+        reader.config_id += f"{of_texts}-files-{_digest_of_files(files)[:16]}"
+        reader._cache_dir = reader._output_dir = reader._build_cache_dir()
         documents = _read(reader, self.split, self.streaming)
         if _builder(self.name, files) == "text" and self.text_field == "text":
             documents = documents.map(_cut_texts, batched=True, batch_size=16)
@@ -439,6 +441,11 @@ def _length(documents: Documents, unknown: int) -> int:
 
 def _digest(value) -> str:
     return hashlib.sha256(repr(value).encode()).hexdigest()
+
+
+def _digest_of_files(files: list[Path]) -> str:
+    stats = [(path, path.stat()) for path in files]
+    return _digest([[str(path), stat.st_size, stat.st_mtime_ns] for path, stat in stats])
 
 
 def join_lines(rows: Iterable[dict], document_start: str) -> Iterator[dict]:

@@ -45,14 +45,14 @@ def is_text(kind: DataType) -> bool:
     return is_string(kind) or is_large_string(kind)
 
 
-def strict_about_text(reader: DatasetBuilder, column: str) -> DatasetBuilder:
-    if isinstance(reader, Json):
-        reader.__class__ = StrictJson
-        reader.text_column = column
-        # a separate cache on the disk: other readers of these files need the other columns
-        reader.config_id += f"-texts-{hashlib.sha256(column.encode()).hexdigest()[:16]}"
-        reader._cache_dir = reader._output_dir = reader._build_cache_dir()
-    return reader
+def strict_about_text(reader: DatasetBuilder, column: str) -> str:
+    """Make a reader of JSON strict about `column`. Return what to add to its name in the cache on the disk, as other
+    readers of these files need the other columns."""
+    if not isinstance(reader, Json):
+        return ""
+    reader.__class__ = StrictJson
+    reader.text_column = column
+    return f"-texts-{hashlib.sha256(column.encode()).hexdigest()[:16]}"
 
 
 def without_null_lines(files: Iterable[str]) -> Iterator[str]:
