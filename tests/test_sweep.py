@@ -1,15 +1,18 @@
 """Sweeps: which runs they hold, which of them are one, and what counts as diverged."""
 
 import json
+import shutil
 from itertools import product
 from pathlib import Path
 
 import pytest
+from accelerate.state import AcceleratorState, PartialState
 
 from looped_recipes.engine import sweeps
 from looped_recipes.engine.sweeps import DIVERGED, charts_of, load_sweep, optima, outcome, run_sweep
 from looped_recipes.plan import main as plan_main
 from looped_recipes.settings.recipe import RecipeError
+from tests.helpers_pretrain import smoke_settings
 from tests.helpers_recipes import RECIPES, runs_of_sweep
 
 
@@ -183,6 +186,38 @@ def test_the_result_of_another_recipe_is_not_taken(tmp_path):
     (other,) = load_sweep(path, [f"training.output_dir={tmp_path}", "data.max_documents=5"])
     with pytest.raises(RecipeError, match="result of another recipe: data.max_documents was 40, is 5"):
         outcome(other)
+
+
+def test_runs_of_other_text_or_precision_are_not_compared(training_text, tmp_path, monkeypatch):
+    """Runs that finished before the text, or the launch, was another. Other settings of data may have other texts."""
+    source = tmp_path / "train.jsonl"
+    source.write_bytes((training_text / "train.jsonl").read_bytes())
+    arguments = smoke_settings(tmp_path, tmp_path / "runs", "training.steps=2")
+
+    def sweep(rates, *more):
+        lines = "".join(f"- {{name: r{rate}, optimizer.lr: {rate}}}\n" for rate in rates)
+        path = tmp_path / "a.sweep.yaml"
+        path.write_text(f"recipe: {RECIPES / 'smoke' / 'huginn.yaml'}\nruns:\n{lines}{''.join(more)}")
+        run_sweep(str(path), arguments, None)
+        return [json.loads(line)["name"] for line in (tmp_path / "runs" / "results.jsonl").read_text().splitlines()]
+
+    assert sweep([0.001]) == ["r0.001"]
+    with monkeypatch.context() as patch:
+        patch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+        for state in (AcceleratorState, PartialState):  # those of other tests stay as they are
+            patch.setattr(state, "_shared_state", {})
+        message = r"runs 'r0.001' and 'r0.002' can not be compared, .* in their precision \('no', 'bf16'\)"
+        with pytest.raises(RecipeError, match=message):
+            sweep([0.002, 0.001])
+    source.write_text("".join(json.dumps({"text": f"{i} other words {i}" * 30}) + "\n" for i in range(99)))
+    for rates in ([0.001, 0.002], [0.002, 0.001]):
+        with pytest.raises(RecipeError, match="in their text of training, with the same settings of data"):
+            sweep(rates)
+    assert not (tmp_path / "runs" / "r0.002" / "metrics.jsonl").exists()
+    of_other_data = "- {name: short, data.sequence_length: 48}\n"
+    assert sweep([0.001], of_other_data) == ["r0.001", "short"]
+    shutil.rmtree(tmp_path / "runs" / "r0.001")
+    assert sweep([0.001, 0.002], of_other_data) == ["r0.001", "r0.002", "short"]
 
 
 def test_a_run_that_stopped_is_recorded_with_its_reason(tmp_path):

@@ -14,8 +14,9 @@ from looped_recipes.common.files import write_whole
 from looped_recipes.common.metrics import last_values, read_metrics
 from looped_recipes.common.optimum import in_words, optimum, shifts
 from looped_recipes.common.provenance import provenance, write_json
+from looped_recipes.engine.checkpoint import named_checkpoints, read_marker
 from looped_recipes.engine.peers import one_message
-from looped_recipes.engine.resume import COMPARED_TRAINING, comparable, differing, shown
+from looped_recipes.engine.resume import COMPARED_TRAINING, VALIDATION, comparable, differing, shown
 from looped_recipes.engine.saving import CheckpointError, is_main_process
 from looped_recipes.engine.training import RESULTS, Divergence, Pretraining
 from looped_recipes.settings.paths import named_in
@@ -141,9 +142,41 @@ def outcome(run: Run) -> dict | None:
     return {**result, "metrics": last_values(records)}
 
 
-def train(run: Run):
+def compared_of(run: Run) -> dict | None:
+    """Return the compared settings (resume.py) in the newest checkpoint of a run; None if there is none."""
+    for path in reversed(named_checkpoints(Path(run.recipe.training.output_dir) / "checkpoints")):
+        if (marker := read_marker(path)) is not None:
+            return marker["config"]
+    return None
+
+
+def refuse_other_conditions(run: Run, compared: dict | None, seen: dict):
+    """Refuse a run in another precision than the runs before, or on another text than those with the same settings of
+    data. seen: {what is compared: (name of its first run, value)}; it is filled in."""
+    if compared is None:
+        return
+    of_data = json.dumps(deciding_settings(run.recipe)["data"], sort_keys=True)
+    found = {"precision": compared.get("precision")}
+    for split, section in (("training", "data"), ("validation", VALIDATION)):
+        found[split, of_data] = compared.get(section, {}).get("sampled_rows")
+    for key, value in found.items():
+        if value is None:  # checkpoints of older versions lack it
+            continue
+        first, before = seen.setdefault(key, (run.name, value))
+        if value != before:
+            what = "precision" if key == "precision" else f"text of {key[0]}, with the same settings of data"
+            raise RecipeError(
+                f"runs {first!r} and {run.name!r} can not be compared, as they differ in their {what} ({before!r}, "
+                f"{value!r}): go back to that of {first!r}, or remove the folders of the runs to train again"
+            )
+
+
+def train(run: Run, seen: dict | None = None):
+    """Train a run, or go on with it. seen: of the other runs of the sweep (refuse_other_conditions)."""
     try:
-        Pretraining(run.recipe).train()
+        training = Pretraining(run.recipe)
+        refuse_other_conditions(run, training.checkpoints.compared, {} if seen is None else seen)
+        training.train()
     except Divergence as divergence:
         write_whole(Path(run.recipe.training.output_dir) / DIVERGED, str(divergence))
     except (RecipeError, CheckpointError) as error:
@@ -152,14 +185,17 @@ def train(run: Run):
 
 def run_all(runs: list[Run]) -> list[dict]:
     """Train the unfinished runs, one after the other, and return the results of all runs."""
-    results = {}
+    results, seen = {}, {}
+    for run in runs:
+        if run.same_as is None and outcome(run) is not None:
+            refuse_other_conditions(run, compared_of(run), seen)
     for run in runs:
         if run.same_as is not None:
             shared = {key: results[run.same_as][key] for key in OUTCOME if key in results[run.same_as]}
             results[run.name] = {"name": run.name, **run.settings, "same_as": run.same_as, **shared}
         else:
             if outcome(run) is None:
-                train(run)
+                train(run, seen)
             results[run.name] = outcome(run)
         if is_main_process():
             print(json.dumps({key: value for key, value in results[run.name].items() if key != "metrics"}))
