@@ -6,6 +6,7 @@ import json
 import math
 import multiprocessing
 import os
+import random
 import re
 import shutil
 import signal
@@ -882,6 +883,32 @@ def test_the_package_that_reads_zstd_is_named_where_it_is_missing(tmp_path, monk
     (tmp_path / "a.jsonl.zst").write_bytes(b"not looked at")
     with pytest.raises(RecipeError, match="to read 'a.jsonl.zst' of .* pip install zstandard"):
         load(tmp_path)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("kind", ["txt", "jsonl", "json"])
+def test_a_file_of_zstd_is_read_to_its_end(tmp_path, kind, streaming):
+    """Also where it has several frames, empty ones and such without text among them; one that was cut is refused."""
+    zstandard = pytest.importorskip("zstandard")
+    draw = random.Random(0)
+    texts = ["".join(draw.choices("abcdefghij ", k=900)) for _ in range(600)]  # more than a block of compressed bytes
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    listed = json.dumps([{"text": text} for text in texts])
+    raw = {"txt": "\n\n".join(texts), "jsonl": lines, "json": listed}[kind].encode()
+    compress = zstandard.ZstdCompressor().compress
+    skipped = b"\x50\x2a\x4d\x18" + (5).to_bytes(4, "little") + b"other"
+    frames = [skipped, compress(raw[:1000]), compress(b""), compress(raw[1000:-7]), skipped, compress(raw[-7:])]
+    path = tmp_path / f"a.{kind}.zst"
+    path.write_bytes(b"".join(frames))
+    read = load(path, streaming=streaming)
+    assert "".join(read) == raw.decode() if kind == "txt" else read == texts
+    whole = compress(raw)
+    for size in (len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:size])
+        with pytest.raises(RecipeError, match=f"can not read '{path}': .*ends within a frame of zstd"):
+            source = sources.training_source(DataConfig(source=str(path), streaming=streaming))
+            with readable(source):
+                list(source.load())
 
 
 @pytest.mark.parametrize("streaming", [False, True])

@@ -38,8 +38,10 @@ from looped_recipes.settings.yaml_files import shortly
 
 from .embedded import embedded_documents, library_files
 from .strict_json import is_text, strict_about_text
+from .whole_zstd import read_whole_frames
 
 
+read_whole_frames()
 Documents = Dataset | IterableDataset
 
 BUILDERS = {
