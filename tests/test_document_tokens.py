@@ -5,6 +5,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -87,6 +89,28 @@ def test_positions_begin_again_after_the_end_where_documents_have_no_start(make_
             expected.append(position)
             position = 0 if token == 1 else position + 1
         assert positions == expected
+
+
+def test_documents_of_tokens_are_masked_by_the_token_that_they_have(make_data, tmp_path):
+    """Those without a start token by their end; a token that none of them has is refused."""
+    tokenizer = marked_tokenizer(tmp_path / "tokenizer", bos="<s>")
+    lengths = [5 + 3 * i % 11 for i in range(200)]
+    rows = [[10 + (i + j) % 900 for j in range(length)] for i, length in enumerate(lengths)]
+    path = tmp_path / "tokens.parquet"
+    Dataset.from_dict({"input_ids": [[*row, 1] for row in rows]}).to_parquet(path)
+    masked = {"source": str(path), "token_field": "input_ids", "tokenizer": tokenizer, "document_masking": True}
+    recipe_from_dict({"data": {**masked, "document_tokens": "end"}})
+    with pytest.raises(RecipeError, match="document_tokens=end would have no effect with data.token_field"):
+        recipe_from_dict({"data": {**masked, "document_masking": False, "document_tokens": "end"}})
+    with pytest.raises(
+        RecipeError, match=r"token 0 \('<s>'\) begins, .* in none of the 200 .*data.document_tokens=end"
+    ):
+        shards.prepare(make_data(**masked))
+    train = shards.prepare(make_data(**masked, document_tokens="end")).train
+    batch = train.batch(range(len(train)))
+    for tokens, positions in zip(batch["input_ids"].tolist(), batch["position_ids"].tolist()):
+        assert positions == [(tokens[:i][::-1] + [1]).index(1) for i in range(len(tokens))]
+    assert torch.equal(batch["labels"], batch["input_ids"])
 
 
 def test_start_tokens_that_cannot_be(make_data, tmp_path):

@@ -114,6 +114,8 @@ def open_prepared(folder: Path | str, data: DataConfig, settings: dict | None = 
         if len(rows[split]) == 0:
             _refuse_empty(split, data, manifest)
         manifest["counts"][split]["rows"] = len(rows[split])
+    if data.document_masking and data.token_field is not None:
+        _refuse_unmarked(rows, data, tokenizer, manifest["counts"])
     return Prepared(folder, manifest, tokenizer, rows["train"], rows["validation"], lengths)
 
 
@@ -367,6 +369,18 @@ def _refuse_empty(split: str, data: DataConfig, manifest: dict):
         f"{fewer}, raise data.validation_fraction={data.validation_fraction} (for training there are "
         f"{counts['train']['documents']} documents), or name a data.validation_source"
     )
+
+
+def _refuse_unmarked(rows: dict[str, PackedRows], data: DataConfig, tokenizer, counts: dict):
+    """Refuse to mask several documents where no token says where one begins or ends: they would see each other."""
+    mark, num_documents = tokenizer.bos_token_id, sum(counts[split]["documents"] for split in SPLITS)
+    if num_documents > 1 and not any((shard == mark).any() for split in SPLITS for shard in rows[split].shards):
+        what = "ends" if data.document_tokens == "end" else "begins"
+        raise RecipeError(
+            f"data.document_masking keeps documents apart that token {mark} ({tokenizer.bos_token!r}) {what}, which "
+            f"is in none of the {num_documents} of {data.source!r}: data.document_tokens=end takes the token that "
+            "ends documents (eos) instead of the one that begins them, and data.start_token names another"
+        )
 
 
 def _is_whole(folder: Path) -> bool:

@@ -89,7 +89,9 @@ def idle_data(data: DataConfig) -> Iterator[tuple[str, list[str], str]]:
     if data.joined_by is not None:
         yield "data", ["document_tokens", "start_token"], "data.joined_by, which makes one text without documents"
     if data.token_field is not None:
-        yield "data", ["text_field", "document_tokens"], "data.token_field, which takes tokens as they are"
+        yield "data", ["text_field"], "data.token_field, which takes tokens as they are"
+        if not data.document_masking:  # which needs to know where documents begin
+            yield "data", ["document_tokens"], "data.token_field, which takes tokens as they are"
     if data.streaming:
         yield "data", ["num_proc"], "data.streaming=true, which one process reads"
 
