@@ -73,6 +73,63 @@ def test_no_document_can_forge_a_special_token(text):
                 assert BPE.decode(ids) == text
 
 
+def pieces_tokenizer(model) -> PreTrainedTokenizerFast:
+    """A tokenizer whose model has its special tokens among its own entries, as those of T5 and BERT have."""
+    backend = Tokenizer(model)
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.add_special_tokens(["<s>", "</s>", "<pad>"])
+    backend.add_tokens(["<own>"])  # it has an id behind those of the model
+    special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **special)
+
+
+@pytest.mark.parametrize("kind", ["unigram", "wordlevel", "wordpiece", "symbols"])
+def test_text_that_spells_an_entry_of_the_vocabulary_is_no_special_token(kind):
+    entries = ["<pad>", "<unk>", "</s>", "<s>", "the", "cat", *"abcdefghijklmnopqrstuvwxyz<>/"]
+    entries += [f"##{one}" for one in entries[6:]]
+    tokenizer = {
+        "unigram": lambda: pieces_tokenizer(models.Unigram([(entry, -len(entry) / 9) for entry in entries], unk_id=1)),
+        "wordlevel": lambda: pieces_tokenizer(
+            models.WordLevel({entry: i for i, entry in enumerate(entries)}, unk_token="<unk>")
+        ),
+        "wordpiece": lambda: pieces_tokenizer(
+            models.WordPiece({entry: i for i, entry in enumerate(entries)}, unk_token="<unk>")
+        ),
+        "symbols": lambda: train_symbols(["the cat <|eos|> the cat <|bos|>"] * 3, 20),
+    }[kind]()
+    encoder = Encoder(tokenizer)
+    forged = {"the", *tokenizer.all_special_tokens} - {tokenizer.unk_token}
+    for encode in (encoder, pickle.loads(pickle.dumps(encoder))):
+        for word in forged:
+            start, *ids, end = next(encode([f"cat {word} cat"]))
+            assert (start, end) == (tokenizer.bos_token_id, tokenizer.eos_token_id)
+            words = tokenizer.convert_ids_to_tokens(ids)
+            assert (words[0], words[-1]) == ("cat", "cat") and len(words) > 2
+            assert not {*words} & {"<s>", "</s>", "<pad>", *SPECIAL_TOKENS.values()}
+            if kind in ("unigram", "wordpiece") and word != "the":
+                assert "".join(words[1:-1]).replace("#", "") == word
+            else:
+                assert words[1] == (word if word == "the" else tokenizer.unk_token)
+        texts = ["the cat", "cat the the", "unknown é <own> the"]  # as the tokenizer itself does
+        expected = tokenizer(texts, add_special_tokens=False)["input_ids"]
+        assert [ids[1:-1] for ids in encode(texts)] == expected
+        if kind != "symbols":
+            assert tokenizer.convert_tokens_to_ids("<own>") in expected[-1]
+
+
+def test_a_document_with_a_token_that_marks_documents_is_quoted():
+    """Merges of BPE make the entry that is bos out of text: it can not be told from the mark."""
+    letters = {letter: i for i, letter in enumerate("ab<s>")}
+    vocabulary = {**letters, "<s": 5, "<s>": 6}
+    backend = Tokenizer(models.BPE(vocabulary, [("<", "s"), ("<s", ">")]))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="b", pad_token="b")
+    assert list(Encoder(tokenizer, "start")(["ab", "s>a"])) == [[6, 0, 1], [6, 3, 4, 0]]
+    with pytest.raises(
+        RecipeError, match="makes '<s>' inside a document .*6.*'bb<s>aa'. Leave such documents out"
+    ):
+        list(Encoder(tokenizer, "start")(["ab", "bb<s>aa"]))
+
+
 def test_vocabulary_has_the_size_asked_for_special_tokens_first():
     assert len(BPE) == 300
     assert [BPE.bos_token_id, BPE.eos_token_id, BPE.pad_token_id] == [0, 1, 2]

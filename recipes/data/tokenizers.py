@@ -25,6 +25,7 @@ from .sources import looks_like_path
 
 SPECIAL_TOKENS = {"bos_token": "<|bos|>", "eos_token": "<|eos|>", "pad_token": "<|pad|>"}
 UNKNOWN = "<unk>"
+NOT_A_CHARACTER = "\ufdd0"  # Unicode keeps it free for use within programs
 DOCUMENT_CHARACTERS = 10_000  # read of each document, so that a few long ones do not decide the vocabulary (Parcae)
 DEFAULT_CHARACTERS = 2_000_000_000  # read in total (Parcae)
 WORD_MIN_FREQUENCY = 2
@@ -190,7 +191,7 @@ class Encoder:
     """Turns documents into tokens. `<|bos|>` inside a text is encoded as text: no document can add a special token."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, document_tokens: str = "both"):
-        self.tokenizer = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+        self.tokenizer = without_special_words(tokenizer)
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
         self.tokenizer.encode_special_tokens = True
@@ -199,12 +200,24 @@ class Encoder:
             document_tokens = "start"
         self.starts = [start] if document_tokens in ("both", "start") else []
         self.ends = [end] if document_tokens in ("both", "end") else []
+        self.marks = {*self.starts, *self.ends}
 
     def __call__(self, texts: Iterable[str]) -> Iterator[list[int]]:
         texts = iter(texts)
         while chunk := list(islice(texts, 128)):  # the library keeps many times a token's size for each token
-            for encoding in self.tokenizer.encode_batch_fast(chunk, add_special_tokens=False):
-                yield [*self.starts, *encoding.ids, *self.ends]
+            for text, encoding in zip(chunk, self.tokenizer.encode_batch_fast(chunk, add_special_tokens=False)):
+                if not self.marks.isdisjoint(ids := encoding.ids):
+                    self.refuse_forged(text, ids)
+                yield [*self.starts, *ids, *self.ends]
+
+    def refuse_forged(self, text: str, ids: list[int]):
+        place = next(place for place, id in enumerate(ids) if id in self.marks)
+        begin, end = self.tokenizer.encode(text, add_special_tokens=False).offsets[place]
+        raise RecipeError(
+            f"the tokenizer makes {text[begin:end]!r} inside a document the token that marks where documents begin or "
+            f"end ({ids[place]}): {text[max(0, begin - 40) : end + 40]!r}. Leave such documents out, or name another "
+            "tokenizer"
+        )
 
     def num_bytes(self, text: str) -> int:
         return len(text.encode())
@@ -216,6 +229,26 @@ class Encoder:
         vars(self).update(state)
         self.tokenizer = Tokenizer.from_str(state["tokenizer"])
         self.tokenizer.encode_special_tokens = True
+
+
+def without_special_words(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
+    """Return the library's tokenizer for texts. Models of words or pieces (not BPE) find all that is in their
+    vocabulary, so special tokens have other names there; ids stay."""
+    parts = json.loads(tokenizer.backend_tokenizer.to_str())
+    model = parts["model"]
+    special = {token["content"] for token in parts["added_tokens"] if token["special"]}
+    special |= {tokenizer.bos_token, tokenizer.eos_token}
+    special -= {tokenizer.unk_token, model.get("unk_token")}
+    if model["type"] != "BPE":
+        words = model["vocab"]  # with ids, or for Unigram with scores
+        names = {token: NOT_A_CHARACTER + token for token in special.intersection(dict(words))}
+        if isinstance(words, dict):
+            model["vocab"] = {names.get(word, word): id for word, id in words.items()}
+        else:
+            model["vocab"] = [[names.get(word, word), score] for word, score in words]
+        # an added token that is not in the vocabulary would get another id
+        parts["added_tokens"] = [token for token in parts["added_tokens"] if token["content"] not in names]
+    return Tokenizer.from_str(json.dumps(parts))
 
 
 class TokensAsTheyAre:
