@@ -48,6 +48,18 @@ def test_other_tokens_are_refused(tmp_path, saved):
     assert build_model(recipe, other).config.hidden_size == 32  # nothing says which it knew
 
 
+def test_the_vocabulary_has_room_for_the_largest_id(tmp_path):
+    words = Tokenizer(models.WordLevel({"x": 0, "y": 1, "far": 200}, "x"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, bos_token="x", eos_token="y", pad_token="y")
+    (tmp_path / "recipe.yaml").write_text(
+        "model: {hidden_size: 32, intermediate_size: 64, num_attention_heads: 2}\ntraining: {steps: 5}\n"
+    )
+    assert build_model(load_recipe(tmp_path / "recipe.yaml"), tokenizer).config.vocab_size == 256
+    recipe = load_recipe(tmp_path / "recipe.yaml", ["model.vocab_size=200"])
+    with pytest.raises(RecipeError, match="tokenizer has ids of 201 entries, but the model's vocab_size is 200"):
+        build_model(recipe, tokenizer)
+
+
 @pytest.mark.parametrize("more", ["model.num_core_layers=3", "model.num_coda_layers=0"])
 def test_a_new_gate_is_all_that_may_be_new(tmp_path, saved, more):
     assert build_model(recipe_of(tmp_path, saved, "model.exit_gate=normed"), tiny_tokenizer()).exit_gate is not None

@@ -778,6 +778,29 @@ def split_documents(prepared) -> list[list[int]]:
     return [list(document) for document in np.split(stream, np.flatnonzero(stream == START)[1:])]
 
 
+def test_tokens_whose_ids_are_not_all_in_use(make_data, tmp_path):
+    """The largest id counts, not how many tokens there are."""
+    vocabulary = {"<s>": 0, "</s>": 1, "a": 2, "far": 70_000, **{word: 10 + i for i, word in enumerate(WORDS)}}
+    backend = Tokenizer(models.WordLevel(vocabulary, "a"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="</s>")
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    texts = [f"{text} far" for text in make_documents(300)]
+    data = make_data(source=write_jsonl(tmp_path / "far.jsonl", texts), tokenizer=str(tmp_path / "tokenizer"))
+    prepared = shards.prepare(data)
+    stream = np.concatenate([*prepared.train.shards, *prepared.validation.shards])
+    assert (stream == 70_000).sum() == 300
+    assert len(prepared.token_bytes) == prepared.manifest["tokenizer"]["vocab_size"] == 70_001
+    assert prepared.token_bytes[70_000] == 3
+    rows = datasets.Dataset.from_dict({"ids": [[0, 70_000, 12, 1] * 5] * 30 + [[0, 13, 14, 1] * 5] * 30})
+    rows.to_parquet(tmp_path / "ids.parquet")
+    of_ids = make_data(source=tmp_path / "ids.parquet", token_field="ids", tokenizer=data.tokenizer)
+    with pytest.raises(
+        RecipeError, match="0 documents for validation"
+    ):  # ids were taken; equal documents stay together
+        shards.prepare(of_ids)
+
+
 def test_columns_that_are_no_tokens_are_refused(make_data, tmp_path):
     tokenizer = str(shards.prepare(make_data()).folder / "tokenizer")
     source = tmp_path / "tokens.parquet"

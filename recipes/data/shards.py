@@ -46,6 +46,7 @@ from .tokenizers import (
     Encoder,
     TokensAsTheyAre,
     make_tokenizer,
+    num_ids,
     token_bytes,
     tokenizer_hash,
     tokenizer_settings,
@@ -193,7 +194,7 @@ def _maker(folder: Path, data: DataConfig, tokenizer, held_out: HeldOut, held_ou
         held_out_split=held_out_split,
         row_length=data.sequence_length if data.packing == "best_fit" else None,
         keep_cropped=data.cropped == "keep",
-        dtype="uint16" if len(tokenizer) <= 2**16 else "uint32",
+        dtype="uint16" if num_ids(tokenizer) <= 2**16 else "uint32",
         tokenizer=tokenizer_hash(tokenizer),
     )
 
@@ -289,7 +290,7 @@ def _write_manifest(
         "settings": settings,
         "tokenizer": {
             "sha256": tokenizer_hash(tokenizer),
-            "vocab_size": len(tokenizer),
+            "vocab_size": num_ids(tokenizer),
             **{name: getattr(tokenizer, name) for name in ("bos_token", "eos_token", "pad_token")},
         },
         "counts": counts,

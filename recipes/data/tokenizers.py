@@ -273,8 +273,13 @@ class TokensAsTheyAre:
         return int(self.lengths[ids].sum())
 
 
+def num_ids(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the largest id + 1: more than the number of tokens where ids are left out."""
+    return max(tokenizer.get_vocab().values()) + 1
+
+
 def token_bytes(tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
-    """Return the number of UTF-8 bytes of each token, int64 [vocabulary]; special tokens have 0.
+    """Return the number of UTF-8 bytes of each token, int64 [largest id + 1]; special tokens have 0.
 
     Text that a word tokenizer drops or does not know is in no token: bits per byte compare only tokenizers that keep
     every byte. A space that a tokenizer adds before a text is in the text's first token (`bytes_before_a_text`).
@@ -283,9 +288,9 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
     kinds = json.dumps([parts["pre_tokenizer"], parts["decoder"]], ensure_ascii=False)
     added = {token["id"]: token for token in parts["added_tokens"]}
     special = {token["id"] for token in added.values() if token["special"]} | set(tokenizer.all_special_ids)
-    lengths = torch.zeros(len(tokenizer), dtype=torch.int64)
+    lengths = torch.zeros(num_ids(tokenizer), dtype=torch.int64)
     for token, index in tokenizer.get_vocab().items():
-        if index in special or index >= len(lengths):
+        if index in special:
             continue
         if index in added:
             lengths[index] = len(token.encode())

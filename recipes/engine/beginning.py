@@ -8,6 +8,7 @@ from transformers import AutoTokenizer
 
 from looped_recipes.common.checksums import check_folder
 from looped_recipes.data.sources import looks_like_path
+from looped_recipes.data.tokenizers import num_ids
 from looped_recipes.engine.distributed import check_split, check_units
 from looped_recipes.engine.kernels import check_device
 from looped_recipes.engine.tensor_parallel import data_rank
@@ -104,14 +105,15 @@ def build_model(recipe: Recipe, tokenizer) -> LoopedForCausalLM:
         model = saved_model(recipe, tokenizer)
     else:
         if "vocab_size" not in recipe.model and "preset" not in recipe.model:
-            fields["vocab_size"] = -(-len(tokenizer) // 64) * 64
+            fields["vocab_size"] = -(-num_ids(tokenizer) // 64) * 64
         model = LoopedForCausalLM(recipe.model_config(**fields))
     if recipe.start is not None:
         check_positions(recipe, model.config)
-    if len(tokenizer) > model.config.vocab_size:
+    size = num_ids(tokenizer)
+    if size > model.config.vocab_size:
         raise RecipeError(
-            f"the tokenizer has {len(tokenizer)} entries, but the model's vocab_size is {model.config.vocab_size}: "
-            "raise model.vocab_size, or use a smaller data.tokenizer_vocab_size"
+            f"the tokenizer has ids of {size} entries, but the model's vocab_size is {model.config.vocab_size}: raise "
+            "model.vocab_size, or use a smaller data.tokenizer_vocab_size"
         )
     if recipe.training.freeze_all_but_gate:
         if model.exit_gate is None:
