@@ -104,11 +104,12 @@ def open_prepared(folder: Path | str, data: DataConfig, settings: dict | None = 
                 "it is made anew"
             )
     tokenizer = _open_tokenizer(folder)
-    if tokenizer_hash(tokenizer) != manifest["tokenizer"]["sha256"]:
+    if manifest["tokenizer"]["sha256"] not in (tokenizer_hash(tokenizer, with_found) for with_found in (True, False)):
         raise RecipeError(
             f"the shards in {folder} were made with another tokenizer than the one in {folder / TOKENIZER} (it was "
             "replaced): put the old one back, or delete the folder and prepare again"
         )
+    tokenizer = _as_it_is_now(tokenizer, data)
     lengths = token_bytes(tokenizer)
     rows = {split: _rows(folder, manifest["shards"][split], data, tokenizer, lengths) for split in SPLITS}
     for split in SPLITS:
@@ -264,6 +265,15 @@ def _open_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         f"the tokenizer in {folder / TOKENIZER} can not be read ({reason}): put the old one back, or delete {folder} "
         "and prepare again"
     )
+
+
+def _as_it_is_now(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> PreTrainedTokenizerBase:
+    """Return the tokenizer in the folder `data.tokenizer` if it gives the same tokens: what else it holds, such as a
+    chat template, may have changed since the shards were made."""
+    if data.tokenizer in TRAINERS or not expanded(data.tokenizer).exists():
+        return tokenizer
+    now = make_tokenizer(data, ())
+    return now if tokenizer_hash(now) == tokenizer_hash(tokenizer) else tokenizer
 
 
 def _write_manifest(
