@@ -779,6 +779,20 @@ def split_documents(prepared) -> list[list[int]]:
     return [list(document) for document in np.split(stream, np.flatnonzero(stream == START)[1:])]
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_null_is_an_empty_document_and_no_token(make_data, tmp_path, streaming):
+    tokenizer = str(shards.prepare(make_data()).folder / "tokenizer")
+    documents = [[0, 9 + i % 200, 10 + i // 200, 1] for i in range(300)]
+    source = tmp_path / "ids.parquet"
+    data = make_data(source=source, token_field="ids", tokenizer=tokenizer, streaming=streaming)
+    datasets.Dataset.from_dict({"ids": [None, *documents[:50], None, *documents[50:]]}).to_parquet(source)
+    prepared = shards.prepare(data)
+    assert sorted(split_documents(prepared)) == sorted(documents) and prepared.manifest["empty_documents"] == 2
+    datasets.Dataset.from_dict({"ids": [*documents, [0, 5, None, 1]]}).to_parquet(source)
+    with pytest.raises(RecipeError, match=r"of 4 token ids of a document 1 are null: \[0.0, 5.0, nan, 1.0\]"):
+        shards.prepare(data)
+
+
 def test_tokens_whose_ids_are_not_all_in_use(make_data, tmp_path):
     """The largest id counts, not how many tokens there are."""
     vocabulary = {"<s>": 0, "</s>": 1, "a": 2, "far": 70_000, **{word: 10 + i for i, word in enumerate(WORDS)}}

@@ -26,6 +26,8 @@ from looped_recipes.common.checksums import checksum, difference, read_sealed, s
 from looped_recipes.common.errors import CommandError
 from looped_recipes.common.files import write_whole
 from looped_recipes.common.orphans import end_with
+from looped_recipes.settings.recipe import RecipeError
+from looped_recipes.settings.yaml_files import shortly
 
 from .packing import best_fit
 from .sources import Documents, Source, readable
@@ -55,6 +57,11 @@ def document_hash(document: Document) -> int:
     if isinstance(document, str):
         content = " ".join(document.split()).encode()
     else:
+        if document.dtype.kind not in "iu":  # a null makes them floats, and itself nan
+            raise RecipeError(
+                f"of {len(document)} token ids of a document {np.isnan(document.astype(float)).sum()} are null: "
+                f"{shortly(document.tolist())}; give them ids, or leave the document out"
+            )
         content = document.astype("<i8").tobytes()
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big")
 
@@ -130,7 +137,11 @@ def make_parts(maker: PartMaker, kind: str, documents: Documents, source: Source
         if os.getpid() != parent:
             end_with(parent)
         with readable(source):
-            texts = documents[number * size : (number + 1) * size]["text"]
+            begin, end = number * size, min((number + 1) * size, len(documents))
+            if source.token_field is None:
+                texts = documents[begin:end]["text"]
+            else:  # row by row: `datasets` makes no arrays of several rows if some are null
+                texts = [row["text"] for row in documents.select(range(begin, end))]
         maker(parts[number], texts)
 
     if num_proc is None or num_proc < 2 or len(missing) < 2:  # the tokenizers library uses all cores by itself
