@@ -19,12 +19,14 @@ from looped_recipes.settings.help import help_of_recipes
 
 def main(arguments: list[str]) -> Path:
     print_help(arguments, lambda: help_of_recipes(__doc__, arguments))
+    from looped_recipes.engine.optimizers import refuse_idle_rate
     from looped_recipes.engine.peers import one_message
     from looped_recipes.engine.training import Pretraining
     from looped_recipes.settings.recipe import load_recipe
 
     recipe = load_recipe(arguments[0], arguments[1:])
     with one_message():
+        refuse_idle_rate(recipe, {override.partition("=")[0] for override in arguments[1:]})
         run = Pretraining(recipe)
         reached = run.train()
     if run.accelerator.is_main_process and reached != run.output:  # final/, not stopped early

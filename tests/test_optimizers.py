@@ -11,13 +11,17 @@ from looped_recipes.engine.optimizers import (
     build_optimizers,
     build_schedulers,
     learning_rates,
+    refuse_idle_rate,
     set_learning_rates,
 )
 from looped_recipes.engine.stable_adamw import StableAdamW
-from looped_recipes.settings.recipe import OptimizerConfig, RecipeError, ScheduleConfig
+from looped_recipes.engine.sweeps import run_sweep
+from looped_recipes.pretrain import main as pretrain
+from looped_recipes.settings.recipe import OptimizerConfig, RecipeError, ScheduleConfig, load_recipe
 from modeling_looped import LoopedConfig
 
 from .helpers import tiny_model
+from .helpers_pretrain import SMOKE
 
 
 MUON = {"name": "muon", "muon_lr": 0.02, "lr": 0.004, "betas": [0.8, 0.95], "eps": 1e-10}
@@ -208,6 +212,34 @@ def test_rates_are_logged_by_the_names_of_their_settings():
     for name, logged in (("adamw", {"lr": 0.01}), ("normuon", {"lr": 0.01, "muon_lr": 0.5})):
         config = OptimizerConfig(name=name, lr=0.01, muon_lr=0.5)
         assert learning_rates(build_optimizers(tiny_model(), config, 10)) == logged
+    rates = {"muon_lr": 0.5, "embedding_lr": 0.2, "head_lr": 0.3}
+    for decay in (0.0, 0.1):
+        config = OptimizerConfig(name="muon", lr=0.01, weight_decay=decay, keep_decay_product=False, **rates)
+        optimizers = build_optimizers(tiny_model(preset="flt"), config, 10)
+        assert learning_rates(optimizers) == rates  # nothing has the rate `lr`
+        assert learning_rates(build_optimizers(tiny_model(), config, 10)) == {"lr": 0.01, **rates}
+
+
+def test_a_rate_that_no_parameter_has_is_refused(tmp_path):
+    """Only where it is asked for: recipes hold one although their own parts leave it without effect."""
+    flt, parcae = SMOKE / "flt.yaml", SMOKE / "parcae.yaml"
+    refuse_idle_rate(load_recipe(flt), ())
+    refuse_idle_rate(load_recipe(flt), ["optimizer.muon_lr", "training.steps"])
+    message = "optimizer.lr=0.5 would have no effect, .*muon_lr=0.02, optimizer.embedding_lr=0.05, .*head_lr=0.004"
+    decay = "optimizer.weight_decay=0.1"
+    for more in [], [decay]:
+        with pytest.raises(RecipeError, match=message):
+            refuse_idle_rate(load_recipe(flt, ["optimizer.lr=0.5", *more]), ["optimizer.lr"])
+    by_rate = load_recipe(flt, [decay, "optimizer.keep_decay_product=true"])
+    refuse_idle_rate(by_rate, ["optimizer.lr"])  # it decides the decay of the embedding
+    refuse_idle_rate(load_recipe(flt, ["optimizer.embedding_lr=null"]), ["optimizer.lr"])
+    refuse_idle_rate(load_recipe(parcae), ["optimizer.lr"])
+    with pytest.raises(RecipeError, match=message):
+        pretrain([str(flt), "optimizer.lr=0.5", f"training.output_dir={tmp_path / 'run'}"])
+    (tmp_path / "a.sweep.yaml").write_text(f"recipe: {flt}\ngrid: {{optimizer.lr: [0.5, 0.1]}}\n")
+    with pytest.raises(RecipeError, match=message):
+        run_sweep(str(tmp_path / "a.sweep.yaml"), [f"training.output_dir={tmp_path / 'runs'}"], None)
+    assert not (tmp_path / "run").exists() and not (tmp_path / "runs").exists()
 
 
 def newton_schulz(matrix: torch.Tensor) -> torch.Tensor:

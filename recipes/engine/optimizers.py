@@ -5,6 +5,8 @@ norms, gates, biases, injection and readout projection (Parcae, table 20). Setti
 the step number only, so that a resumed run needs no other state.
 """
 
+from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -16,8 +18,9 @@ from transformers.optimization import (
 )
 
 from looped_recipes.common.measures import by_mesh
-from looped_recipes.settings.recipe import OptimizerConfig, RecipeError, ScheduleConfig
+from looped_recipes.settings.recipe import OptimizerConfig, Recipe, RecipeError, ScheduleConfig
 from looped_recipes.settings.relations import check_schedule, decay_steps_of
+from modeling_looped import LoopedForCausalLM
 from modeling_looped.loop_parameters import parameters_by_loop
 
 from .distributed import bare_optimizer
@@ -217,9 +220,36 @@ def set_learning_rates(schedulers: list[LambdaLR], step: int):
 
 
 def learning_rates(optimizers: list[torch.optim.Optimizer]) -> dict[str, float]:
-    """Return the learning rates to log, one per optimizer."""
-    groups = [optimizer.param_groups[0] for optimizer in optimizers]
-    return {"muon_lr" if group.get("name") == "muon" else "lr": group["lr"] for group in groups}
+    """Return the learning rates to log, by the names of their settings; of several `lr` that of the first group."""
+    rates: dict[str, float] = {}
+    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+        kind = group.get("name", "").partition(",")[0]  # without "no decay"
+        rates.setdefault(f"{kind}_lr" if kind in ("muon", "embedding", "head") else "lr", group["lr"])
+    return rates
+
+
+def refuse_idle_rate(recipe: Recipe, given: Iterable[str]):
+    """Refuse `optimizer.lr` among the settings that are `given` if every parameter has another rate."""
+    config = recipe.optimizer
+    if "optimizer.lr" not in given or config.name not in MUONS:
+        return
+    with torch.device("meta"):
+        model = LoopedForCausalLM(recipe.model_config())
+
+    def rates(lr: float) -> list[tuple]:
+        groups = adamw_groups(model, replace(config, lr=lr))
+        return [
+            (group["lr"], group["weight_decay"])
+            for group in without(groups, block_matrices(model, config.muon_value_gates))
+        ]
+
+    if rates(config.lr) == rates(2 * config.lr):
+        named = {f"optimizer.{name}": getattr(config, name) for name in ("muon_lr", "embedding_lr", "head_lr")}
+        own = ", ".join(f"{name}={value:g}" for name, value in named.items() if value is not None)
+        raise RecipeError(
+            f"optimizer.lr={config.lr:g} would have no effect, as all parameters have rates of their own, {own}: "
+            "change these, or leave it out"
+        )
 
 
 def check_head(model: nn.Module, config: OptimizerConfig):

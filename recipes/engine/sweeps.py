@@ -15,6 +15,7 @@ from looped_recipes.common.metrics import last_values, read_metrics
 from looped_recipes.common.optimum import in_words, optimum, shifts
 from looped_recipes.common.provenance import provenance, write_json
 from looped_recipes.engine.checkpoint import named_checkpoints, read_marker
+from looped_recipes.engine.optimizers import refuse_idle_rate
 from looped_recipes.engine.peers import one_message
 from looped_recipes.engine.resume import COMPARED_TRAINING, VALIDATION, comparable, differing, shown
 from looped_recipes.engine.saving import CheckpointError, is_main_process
@@ -263,6 +264,7 @@ def run_sweep(path: str, overrides: list[str], train_elsewhere: Callable[[list[R
                 "without a result: leave it out, a sweep that is interrupted goes on with the same command"
             )
         check_run(run.recipe)
+        refuse_idle_rate(run.recipe, {*run.settings, *(override.partition("=")[0] for override in overrides)})
     missing = [run for run in runs if run.same_as is None and outcome(run) is None]
     if train_elsewhere is not None:
         train_elsewhere(missing)
