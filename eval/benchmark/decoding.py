@@ -18,7 +18,7 @@ from looped_eval.common.timing import least_seconds, now
 from looped_eval.halting.calibration import never
 from looped_eval.halting.scoring import measure
 from looped_recipes.common.flops import count_in_a_loop
-from modeling_looped import LoopedCache, LoopedForCausalLM, continuous, in_step
+from modeling_looped import LoopedCache, LoopedForCausalLM, continuous, graph_decoding
 from modeling_looped.exit_criteria import CRITERIA, ExitRule
 from modeling_looped.proposals import PassSeconds
 from modeling_looped.row_graphs import can_have_graphs
@@ -169,12 +169,12 @@ def watched_loops(model, num_rows: int):
             begun.append((now(), depth))
         return next_logits(engine, rows, depth)
 
-    run_loop, next_logits = Tokens.run_loop, in_step.next_logits
-    Tokens.run_loop, in_step.next_logits = watched_loop, watched_token
+    run_loop, next_logits = Tokens.run_loop, graph_decoding.next_logits
+    Tokens.run_loop, graph_decoding.next_logits = watched_loop, watched_token
     try:
         yield begun
     finally:
-        Tokens.run_loop, in_step.next_logits = run_loop, next_logits
+        Tokens.run_loop, graph_decoding.next_logits = run_loop, next_logits
 
 
 @contextmanager
