@@ -16,7 +16,6 @@ from pathlib import Path
 
 import datasets
 import numpy as np
-import pyarrow
 import pytest
 import torch
 from hypothesis import given
@@ -790,10 +789,10 @@ def test_a_null_is_an_empty_document_and_no_token(make_data, tmp_path, streaming
     prepared = shards.prepare(data)
     assert sorted(split_documents(prepared)) == sorted(documents) and prepared.manifest["empty_documents"] == 2
     datasets.Dataset.from_dict({"ids": [*documents, [0, 5, None, 1]]}).to_parquet(source)
-    error, message = RecipeError, r"of 4 token ids of a document 1 are null: \[0.0, 5.0, nan, 1.0\]"
+    message = r"of 4 token ids of a document 1 are null: \[0.0, 5.0, nan, 1.0\]"
     if streaming and datasets.__version__.startswith("4."):  # its streams refuse the null themselves
-        error, message = pyarrow.ArrowInvalid, "Float value nan"
-    with pytest.raises(error, match=message):
+        message = "can not read .*Float value nan"
+    with pytest.raises(RecipeError, match=message):
         shards.prepare(data)
 
 
