@@ -280,7 +280,7 @@ class LoopedGenerationMixin(Generative):
         """Run one of the decoding loops of this package, in which rows decode independently."""
         with room_beside(self, len(input_ids), generation_config.max_length):
             engine = make_engine()  # runs the prompt
-            if decode is not decode_in_step and engine.num_rows > 1 and (part := engine.selector.batchwise_part):
+            if engine.num_rows > 1 and (part := engine.selector.batchwise_part):
                 logger.warning_once(f"With {part} the rows of a batch wait for the one that runs deepest.")
             with kernels_of_single_queries(self.device):
                 return decode(engine)

@@ -1,6 +1,6 @@
 """The loss of the language model, made from the states that the trunk returns, mostly without logits."""
 
-from contextlib import contextmanager
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -8,22 +8,10 @@ import torch
 
 from .checks import refuse_if
 from .cross_entropy import Head, shift, unshift
+from .evaluating import evaluating
 from .losses import Labels, denominator, loop_loss
 from .losses_of_states import LoopStates
 from .overrides import is_as_written, is_changed
-
-
-@contextmanager
-def without_noise(module: torch.nn.Module):
-    """Put a module that has hooks into evaluation mode: NEFTune's hook adds noise to embeddings in training mode."""
-    modes = [(part, part.training) for part in module.modules()] if module._forward_hooks else []
-    for part, _ in modes:
-        part.training = False
-    try:
-        yield module
-    finally:
-        for part, mode in modes:
-            part.training = mode
 
 
 HEAD_METHODS = ("logits", "softcapped", "logits_after_loop", "_read_out")
@@ -89,7 +77,9 @@ class LoopedLossMixin:
         """Return the embeddings of the labels, [batch, length, hidden], if a loss compares states with them."""
         if not self.config.latent_loss and not self.config.latent_anchor:
             return None
-        with torch.no_grad(), without_noise(self.model.embed_tokens) as table:
+        table = self.model.embed_tokens
+        # NEFTune's hook adds noise to embeddings in training mode
+        with torch.no_grad(), evaluating(table) if table._forward_hooks else nullcontext():
             return self.model.scaled(table(labels.clamp(min=0)))
 
     def _has_plain_loss(self, logits, labels) -> bool:

@@ -7,18 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from looped_recipes.common.token_losses import next_token_losses
-
-
-@contextmanager
-def evaluating(model: torch.nn.Module):
-    """Set eval mode, and restore the mode of every module afterwards, because measures are called during training."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield model
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
+from modeling_looped.evaluating import evaluating
 
 
 @contextmanager

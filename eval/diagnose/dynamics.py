@@ -12,7 +12,6 @@ import torch
 from looped_eval.common.hooks import (
     check_batch,
     depth_of,
-    evaluating,
     final_loss,
     hooks,
     own_randomness,
@@ -30,6 +29,7 @@ from looped_recipes.common.measures import (
     token_rms,
 )
 from looped_recipes.common.token_losses import perplexity
+from modeling_looped.evaluating import evaluating
 from modeling_looped.tensors import at_least_fp32
 
 

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
-from looped_eval.common.hooks import depth_of, evaluating, hooks, trace
+from looped_eval.common.hooks import depth_of, hooks, trace
 from looped_recipes.common.measures import increment_products, spectral_norm
+from modeling_looped.evaluating import evaluating
 from modeling_looped.tensors import at_least_fp32
 
 

@@ -5,9 +5,10 @@ Every measure takes a causal LM and a batch, the keyword arguments of its forwar
 
 import torch
 
-from looped_eval.common.hooks import depth_of, evaluating, final_loss, rewritten_states, trace
+from looped_eval.common.hooks import depth_of, final_loss, rewritten_states, trace
 from looped_recipes.common.measures import distribution, mean_norm, radial_fraction, token_rms, update_parts
 from looped_recipes.common.token_losses import next_token_losses
+from modeling_looped.evaluating import evaluating
 from modeling_looped.exit_criteria import entropy_of, logit_margin
 
 

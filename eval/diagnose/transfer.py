@@ -5,11 +5,12 @@ import math
 import torch
 from transformers import get_wsd_schedule
 
-from looped_eval.common.hooks import check_batch, evaluating, own_randomness
+from looped_eval.common.hooks import check_batch, own_randomness
 from looped_eval.common.progress import progress
 from looped_recipes.common.optimum import optimum, shifts
 from looped_recipes.common.token_losses import next_token_losses
 from modeling_looped import LoopedConfig
+from modeling_looped.evaluating import evaluating
 
 from .growth import RULES, built, looped, optimizer_of, with_fields
 
