@@ -16,12 +16,10 @@ from looped_eval.diagnose.growth import (
 )
 from modeling_looped import LoopedConfig
 
-from .slope import slope
-
 
 LOOPS = (1, 2, 4, 8, 16, 32, 64)
 RULES = ("none", "sqrt", "linear")
-STEPS, RATE, TOKENS = 1, 1e-4, 32
+STEPS, RATE, TOKENS = 10, 1e-4, 32
 VOCABULARY = 1024  # of random tokens; the state is as wide as the paper's
 
 
@@ -30,21 +28,16 @@ def paper_config(**fields) -> LoopedConfig:
     return LoopedConfig.from_preset("residual_scaling", vocab_size=VOCABULARY, **fields)
 
 
-def growth(seed: int, config: LoopedConfig | None = None, loops: tuple[int, ...] = LOOPS) -> dict:
-    """Return R at initialisation and after a step, and the change of h_N by that step, each over N."""
+def growth(seed: int, config: LoopedConfig | None = None, loops: tuple[int, ...] = LOOPS, steps: int = STEPS) -> dict:
+    """Return curves over N: R before each step and after the last, and the change of h_N by each step."""
     config, rules = config or paper_config(), {}
     for rule in RULES:
-        runs = [early_training(looped(config, n, rule), seed, STEPS, RATE, TOKENS) for n in progress(loops, rule)]
-        norms = [list(step) for step in zip(*(each.norms for each in runs))]
-        updates = [each.updates[0] for each in runs]
+        runs = [early_training(looped(config, n, rule), seed, steps, RATE, TOKENS) for n in progress(loops, rule)]
         rules[rule] = {
-            "R": norms,
-            "update": updates,
-            "slope_of_R": slope(loops, norms[0]),
-            "slope_of_update": slope(loops, updates),
-            "largest_over_smallest_update": max(updates) / min(updates),
+            "R": [list(step) for step in zip(*(each.norms for each in runs))],
+            "updates": [list(step) for step in zip(*(each.updates for each in runs))],
         }
-    return {"loops": list(loops), "steps": STEPS, "lr": RATE, "tokens": TOKENS, "rules": rules}
+    return {"loops": list(loops), "steps": steps, "lr": RATE, "tokens": TOKENS, "rules": rules}
 
 
 @torch.no_grad()

@@ -145,6 +145,6 @@ def law_charts(content: dict) -> list[Chart]:
 LAW_MEASUREMENTS = [
     Measurement("sizes", commands_of("sizes"), runs_of, SIX_SEEDS),
     Measurement("epoch", commands_of("epoch"), runs_of, SIX_SEEDS),
-    Measurement("epoch_sizes", commands_of("epoch_sizes"), runs_of),
+    Measurement("epoch_sizes", commands_of("epoch_sizes"), runs_of, SIX_SEEDS),
     Measurement("isoflop", commands_of("isoflop", "laws"), read_laws),
 ]
