@@ -3,7 +3,7 @@ depth and halting are worth."""
 
 from pathlib import Path
 
-from looped_eval.common.held_out import held_out_rows
+from looped_eval.common.held_out import held_out_rows, run_data
 from looped_eval.diagnose.dynamics import losses_at_every_depth
 from looped_eval.diagnose.readout_probes import (
     SETTLED,
@@ -45,6 +45,7 @@ def probes(runs: dict[str, Path]) -> dict:
             **growth(model, batch),
             "future_slope": future_slope(model, batch),
             "mean_over_median_norm": norms["mean"] / norms["median"],
+            "p99_over_median_norm": norms["p99"] / norms["median"],
             "scale_range": scale_sweep(model, batch)["ce_range"],
             "loss_by_loop": losses_at_every_depth(model, batch, DEEPEST),
             "halting": None if model.config.reads_run_depth else halting(model, run),
@@ -54,13 +55,15 @@ def probes(runs: dict[str, Path]) -> dict:
 
 def growth(model, batch: dict) -> dict:
     """Return the growth of scale per loop that the radial update predicts, its relative error against the measured
-    growth, and the relative error of the leading order of the turn (figure 3, table 12)."""
+    growth, the size of the whole update, and the relative error of the leading order of the turn (figure 3, table
+    12)."""
     found = update_decomposition(model, batch, num_loops=FAR)
     table, increment = found["table"], found["table"]["measured_increment"]
     settled = slice(SETTLED - 1, None)
     turns = zip(found["turn_times_scale"][settled], found["b_perp"][settled])
     return {
         "growth_per_loop": table["a_rad"],
+        "update": table["b"],
         "growth_error": abs(table["a_rad"] / increment - 1) if increment else None,
         "turn_error": max(abs(across / turn - 1) for turn, across in turns),
     }
@@ -78,9 +81,10 @@ def future_slope(model, batch: dict) -> float | None:
 def halting(model, run: Path, rows: int = HALTED_ROWS) -> dict:
     """Return the mean loops and the perplexity ratio of sequences that exit at a margin of logits (appendix H).
 
-    The margin is calibrated on other sequences, to cost 1 % of perplexity.
+    Sequences are as long as those of the training. The margin is calibrated on other sequences, to cost 1 % of
+    perplexity.
     """
-    drawn = held_out_rows(run, 2 * rows, LENGTH + 1, seed=0)[0]
+    drawn = held_out_rows(run, 2 * rows, run_data(run).sequence_length + 1, seed=0)[0]
     loops = model.trained_depth
     known, asked = (measure(model, part, loops, ["logit_margin"], 32).sequences() for part in drawn.chunk(2))
     rule = ExitRule("logit_margin", calibrate("logit_margin", known, BUDGET)).checked(model.config, loops)
