@@ -234,7 +234,7 @@ def test_an_error_is_one_line(error, monkeypatch):
 
     with pytest.raises(SystemExit) as stop:
         run_command(main)
-    assert stop.value.code.startswith(type(error).__name__) and "\n" not in stop.value.code
+    assert stop.value.code.startswith("error: ") and "\n" not in stop.value.code
     monkeypatch.setenv(TRACEBACK, "1")
     with pytest.raises(type(error)):
         run_command(main)
@@ -243,10 +243,10 @@ def test_an_error_is_one_line(error, monkeypatch):
 @pytest.mark.parametrize(
     "error,said",
     [
-        (Divergence("the loss is nan"), "Divergence: the loss is nan"),
-        (ModuleNotFoundError("No module", name="lm_eval"), "lm_eval is not installed: pip install 'modeling-looped["),
-        (torch.OutOfMemoryError("CUDA out of memory. Tried to"), "CUDA out of memory: use a smaller batch"),
-        (ImportError("looped serve needs more"), "ImportError: looped serve needs more"),
+        (Divergence("the loss is nan"), "error: the loss is nan"),
+        (ModuleNotFoundError("No module", name="lm_eval"), "error: lm_eval is not installed: pip install 'modeling-looped["),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to"), "error: CUDA out of memory: use a smaller batch"),
+        (ImportError("looped serve needs more"), "error: looped serve needs more"),
     ],
 )
 def test_what_the_user_can_mend_is_one_line(error, said, monkeypatch):

@@ -230,11 +230,11 @@ def told(error: Exception) -> str | None:
     """Return one line about an error that the user can fix; None for a bug in this program."""
     said = " ".join(str(error).split("\n")) if str(error) else "no further reason"
     if isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith(("modeling_looped", "looped_")):
-        return f"{error.name} is not installed: pip install 'modeling-looped[train,eval]'"
+        return f"error: {error.name} is not installed: pip install 'modeling-looped[train,eval]'"
     if type(error).__name__ == "OutOfMemoryError":  # torch's class, for every type of device
-        return f"{said.partition('. ')[0]}: use a smaller batch, or fewer and shorter rows"
+        return f"error: {said.partition('. ')[0]}: use a smaller batch, or fewer and shorter rows"
     if isinstance(error, (ValueError, OSError, CommandError)) or type(error) is ImportError and error.name is None:
-        return f"{type(error).__name__}: {said}"
+        return f"error: {said}"
     return None
 
 
