@@ -244,7 +244,7 @@ def test_an_error_is_one_line(error, monkeypatch):
     "error,said",
     [
         (Divergence("the loss is nan"), "error: the loss is nan"),
-        (ModuleNotFoundError("No module", name="lm_eval"), "error: lm_eval is not installed: pip install 'modeling-looped["),
+        (ModuleNotFoundError("No module", name="lm_eval"), "error: lm_eval is not installed: pip install"),
         (torch.OutOfMemoryError("CUDA out of memory. Tried to"), "error: CUDA out of memory: use a smaller batch"),
         (ImportError("looped serve needs more"), "error: looped serve needs more"),
     ],
