@@ -37,6 +37,7 @@ from .losses import Labels, exit_log_probabilities
 from .modeling_looped import LoopedModel, LoopedPreTrainedModel
 from .optimization import parameter_groups
 from .outputs import AskedOutputs, LoopedCausalLMOutputWithPast, NeededOfPass, kept_positions
+from .overrides import is_as_written
 from .tensors import at_least_fp32
 
 
@@ -139,6 +140,8 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin, LoopedLoss
         shifted = self._shifted_labels(labels, shift_labels, shape)
         targets = None if shifted is None else Labels(shifted, num_items_in_batch, loss_positions)
         needed = asked.needed(self.config, has_loss=targets is not None)
+        if targets is not None and not is_as_written(self, "auxiliary_loss"):
+            needed = needed._replace(hidden_states=True)
         outputs = self.model(
             **inputs,
             backprop_loops=backprop_loops,
@@ -160,6 +163,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin, LoopedLoss
             in_order = logits if isinstance(keep, slice) else None  # chosen positions may be in any order
             every_loop = asked.output_loop_losses
             loss, losses, token_losses = self._losses(outputs, in_order, gates, exits, depths, labels, every_loop)
+            loss = self._with_auxiliary(loss, outputs, labels)
         return LoopedCausalLMOutputWithPast(
             loss=loss,
             logits=logits,

@@ -5,6 +5,9 @@ from contextvars import ContextVar
 from pickle import UnpicklingError
 from typing import Any
 
+from transformers import PreTrainedConfig
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
 from .compatibility import look_up
 from .depth_options import DEPTH_FIELDS
 from .foreign_names import UnknownNameError
@@ -75,13 +78,37 @@ def refuse_layers_without_scales(model, missing):
         )
 
 
+def is_ours(cls: type) -> bool:
+    return cls.__module__.rpartition(".")[0] == PACKAGE
+
+
+def class_beside_weights(cls: type, path, kwargs: dict) -> type:
+    """Return the class that the checkpoint's own code defines, if one that is not of this package saved it and the
+    caller trusts it; else `cls`, which the Auto classes would open too, as it is known in this process."""
+    if path is None or not kwargs.get("trust_remote_code") or not is_ours(cls):
+        return cls
+    config = PreTrainedConfig.get_config_dict(path, **{**kwargs, "trust_remote_code": None})[0]
+    others = set(config.get("architectures") or ()) - OUR_CLASSES
+    for auto_class, reference in (config.get("auto_map") or {}).items():
+        if isinstance(reference, str) and reference.rpartition(".")[2] in others:
+            found = get_class_from_dynamic_module(reference, path, **kwargs)
+            if not issubclass(found, cls):
+                raise LoopedCheckpointError(
+                    f"the code beside the checkpoint {path} defines {found.__name__}, which is no {cls.__name__}: "
+                    "open it by that class"
+                )
+            found.register_for_auto_class(auto_class)  # so that its code is saved with it again
+            return found
+    return cls
+
+
 def refuse_class_of_others(path, cls, architectures: list[str] | None):
     """Refuse a checkpoint of a foreign class: its forward may differ even if all its tensors fit."""
-    is_ours = cls.__module__.rpartition(".")[0] == PACKAGE
-    if is_ours and architectures and not OUR_CLASSES.intersection(architectures):
+    if is_ours(cls) and architectures and not OUR_CLASSES.intersection(architectures):
         raise LoopedCheckpointError(
             f"the checkpoint {path} was saved by {', '.join(architectures)}, a class that is not of this package, so "
-            f"{cls.__name__} may compute something else: open it with that class. strict=False opens it all the same."
+            f"{cls.__name__} may compute something else: open it by that class, or with trust_remote_code=True where "
+            "its code lies beside the weights"
         )
 
 
@@ -111,6 +138,8 @@ class StrictLoadingMixin:
         checkpoint or unknown to the model. Heads may differ: a causal LM's checkpoint opens as a classifier.
         `strict=False` (or `ignore_mismatched_sizes=True`) restores transformers' behaviour: a report, fresh weights.
         So does `output_loading_info=True`, because the caller then receives that report.
+
+        `trust_remote_code=True` opens a class of your own by the code that was saved with it.
         """
         refuse_arguments_of_generate(kwargs)
         if (file := kwargs.get("gguf_file")) is not None:
@@ -118,6 +147,8 @@ class StrictLoadingMixin:
                 f"gguf_file={file!r}: transformers reads no looped model from GGUF. Load the safetensors that it was "
                 "made of; a dense model in GGUF opens as its own class, and from_dense makes it loop"
             )
+        if (own := class_beside_weights(cls, pretrained_model_name_or_path, kwargs)) is not cls:
+            return own.from_pretrained(pretrained_model_name_or_path, *model_args, strict=strict, **kwargs)
         # a folder in a foreign layout, see formats/
         public = None
         if pretrained_model_name_or_path is not None and "public" in OPENERS:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .checks import refuse_if
-from .cross_entropy import Head, shift, unshift
+from .cross_entropy import IGNORE_INDEX, Head, shift, unshift
 from .evaluating import evaluating
 from .losses import Labels, denominator, loop_loss
 from .losses_of_states import LoopStates
@@ -24,6 +24,14 @@ class LoopedLossMixin:
     if TYPE_CHECKING:  # the model has the rest
 
         def __getattr__(self, name: str) -> Any: ...
+
+    def auxiliary_loss(self, outputs, labels) -> torch.Tensor | None:
+        """Return what a subclass adds to the loss, as a mean over the labelled tokens of this pass; None adds nothing.
+
+        outputs: those of the trunk, with `loop_hidden_states` if this method is overridden. labels: [batch, length],
+        already shifted, -100 where there is none. `loop_losses` are without it.
+        """
+        return None
 
     def _losses(
         self, outputs, logits, gates, exit_probabilities, depths: int | list[int], labels: Labels, every_loop: bool
@@ -48,6 +56,14 @@ class LoopedLossMixin:
         with torch.no_grad():
             _, losses, token_losses = self._loop_loss(outputs, gates, depths, labels, objective="per_loop")
         return loss, losses, token_losses
+
+    def _with_auxiliary(self, loss, outputs, labels: Labels):
+        """Add the auxiliary loss, by the share that this pass has in the labelled tokens of the step."""
+        added = self.auxiliary_loss(outputs, labels.tokens)
+        if added is None:
+            return loss
+        labelled = (labels.tokens != IGNORE_INDEX).sum()
+        return loss + added * (labelled / denominator(labels.tokens, labels.num_items_in_batch))
 
     def _loop_loss(
         self, outputs, gates, depths, labels: Labels, mixed=None, objective: str | None = None, every_loop: bool = True

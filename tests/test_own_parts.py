@@ -427,6 +427,58 @@ def test_a_loop_of_ones_own_knows_the_loops_of_rows_of_different_depth():
     torch.testing.assert_close(model(ids, num_loops=[1, 3]).logits, torch.cat(one_by_one))
 
 
+# Losses
+
+
+class WithAuxiliary(LoopedForCausalLM):
+    """Adds the mean square of the states after every loop but the last, over the labelled tokens."""
+
+    def auxiliary_loss(self, outputs, labels):
+        states = torch.stack(outputs.loop_hidden_states[:-1])
+        return states[:, labels != -100].square().mean()
+
+
+@pytest.mark.parametrize("fields", [{}, {"loop_loss": "per_loop"}, {"norm_penalty": 0.1}], ids=str)
+@pytest.mark.parametrize("output_logits", [True, False])
+def test_an_auxiliary_loss_is_added_to_ours(fields, output_logits):
+    plain = tiny_model(num_loops=3, **fields).train()
+    model = WithAuxiliary(plain.config).train()
+    model.load_state_dict(plain.state_dict())
+    ids = random_ids(2, 7)
+    labels = ids.masked_fill(torch.rand(ids.shape, generator=torch.Generator().manual_seed(0)) < 0.3, -100)
+    labels[:, -1] = -100  # nothing follows it, so that the shifted labels have as many
+
+    ours = plain(ids, labels=labels, output_loop_hidden_states=True)
+    shifted = torch.cat([labels[:, 1:], labels.new_full((2, 1), -100)], 1) != -100
+    wanted = ours.loss + torch.stack([state[shifted].square().mean() for state in ours.loop_hidden_states[:-1]]).mean()
+    found = model(ids, labels=labels, output_logits=output_logits, output_loop_losses=True)
+    torch.testing.assert_close(found.loss, wanted)
+    assert found.loop_hidden_states is None  # not asked for
+    torch.testing.assert_close(found.loop_losses, plain(ids, labels=labels, output_loop_losses=True).loop_losses)
+
+    found.loss.backward()
+    wanted.backward()
+    for (name, one), other in zip(model.named_parameters(), plain.parameters()):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-4, msg=name)
+
+
+def test_passes_of_a_step_add_up_to_one_auxiliary_loss():
+    model, ids = WithAuxiliary(tiny_config(num_loops=3)).train(), random_ids(3, 7)
+    labels = ids.clone()
+    labels[0, 3:] = -100
+    items = int((labels[:, 1:] != -100).sum())
+    parts = [model(ids[i : i + 1], labels=labels[i : i + 1], num_items_in_batch=items).loss for i in range(3)]
+    torch.testing.assert_close(sum(parts), model(ids, labels=labels).loss)
+
+
+def test_an_auxiliary_loss_costs_no_exits():
+    model, ids = WithAuxiliary(tiny_config(num_loops=3)).eval(), random_ids(1, 7)
+    found = model.generate(
+        ids, exit_criterion="kl", exit_threshold=0.0, max_new_tokens=3, return_dict_in_generate=True
+    )
+    assert found.token_loops.shape == (1, 3)
+
+
 # Criteria
 
 

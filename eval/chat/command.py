@@ -84,7 +84,11 @@ def main(arguments: list[str] | None = None):
         )
     folder, config = open_config(args.model)
     tokenizer = open_tokenizer(folder, args.tokenizer, config)
-    model = LoopedForCausalLM.from_pretrained(folder, dtype=args.dtype).to(args.device).eval()
+    model = (
+        LoopedForCausalLM.from_pretrained(folder, dtype=args.dtype, trust_remote_code=args.trust_remote_code)
+        .to(args.device)
+        .eval()
+    )
     names = ("num_loops", "exit_criterion", "exit_threshold", "min_loops")
     settings = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     if args.exit_criterion == "none":  # switches off the criterion that was saved with the model

@@ -25,4 +25,5 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokenizer", help="folder or name, for a model that comes without one")
     parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto")
     parser.add_device()
+    parser.add_trust()
     return parser.parse_args(arguments)

@@ -177,7 +177,7 @@ def main(arguments: list[str]):
 
 def measure_model(args: argparse.Namespace, target: str, overrides: list[str], beside: dict[str, dict]) -> dict:
     """Run one measure on a model and return its result, or run all and return {}."""
-    names = ("text", "tokenizer", "rows", "length", "seed", "state_seed", "dtype")
+    names = ("text", "tokenizer", "rows", "length", "seed", "state_seed", "dtype", "trust_remote_code")
     of = open_model_and_text(target, overrides, **{name: getattr(args, name) for name in names})
     folder = Path(args.output) if args.output else results_folder(target) / "diagnose"
     check_writable(folder)

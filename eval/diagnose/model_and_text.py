@@ -60,6 +60,7 @@ def open_model_and_text(
     seed: int = 0,
     state_seed: int | None = None,
     dtype: str = "float32",
+    trust_remote_code: bool = False,
 ) -> ModelAndText:
     """Open `target`: a saved model, a training run's folder, a config (JSON or YAML), or a preset's name.
 
@@ -79,7 +80,8 @@ def open_model_and_text(
         config = make_config(config_fields(target), overrides)
         model, made = built(config, seed), f"{target} {' '.join(overrides)}, initialised with seed {seed}".strip()
     else:
-        model, made = LoopedForCausalLM.from_pretrained(folder), str(target)
+        model = LoopedForCausalLM.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        made = str(target)
     model = model.to(getattr(torch, dtype)).eval()
     if model.config.position_embedding == "learned":
         length = min(length, model.config.max_position_embeddings)

@@ -126,6 +126,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         command.add_argument("--length", type=int, default=128, help="tokens in a row")
         command.add_argument("--seed", type=int, default=0, help="of random weights and tokens")
         command.add_argument("--state-seed", type=int, help="draw the initial state, where the model has a random one")
+        command.add_trust()
         command.add_argument("--dtype", choices=["float32", "float64", "bfloat16"], default="float32")
         if name == "depth_curve":
             command.add_argument(

@@ -256,7 +256,8 @@ def run(args) -> Path:
     check_writable(output)
     note_what_is_replaced(output / "halting.json", args.command)
     calibration_rows, rows = two_slices(args, folder, config)
-    model = LoopedForCausalLM.from_pretrained(folder, dtype=getattr(torch, args.dtype)).to(args.device).eval()
+    asked = {"dtype": getattr(torch, args.dtype), "trust_remote_code": args.trust_remote_code}
+    model = LoopedForCausalLM.from_pretrained(folder, **asked).to(args.device).eval()
 
     measured = measure(model, calibration_rows, args.num_loops, names, args.batch_size)
     fixed, halting = sequence_level(model, measured.sequences(), rows, names, args)

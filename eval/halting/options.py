@@ -40,6 +40,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="order of the documents")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16", "float64"], default="float32")
     parser.add_device()
+    parser.add_trust()
     write = "store the threshold that this criterion has for tokens; without a name, the cheapest criterion"
     parser.add_argument("--write", nargs="?", const=BEST, metavar="CRITERION", help=write)
     place = "folder for halting.json and halting.svg; default: eval/ of the training run"

@@ -194,7 +194,8 @@ def main(arguments: list[str] | None = None) -> dict:
             continue
         check_folder(run.folder / "final")
         config = LoopedConfig.from_pretrained(run.folder / "final")
-        model = LoopedForCausalLM.from_pretrained(run.folder / "final", dtype=getattr(torch, args.dtype))
+        asked = {"dtype": getattr(torch, args.dtype), "trust_remote_code": args.trust_remote_code}
+        model = LoopedForCausalLM.from_pretrained(run.folder / "final", **asked)
         measured[run.name] = measure(model.to(args.device).eval(), windows(run), args.batch_size)
         print(f"{run.name}: " + ", ".join(f"{name} {measured[run.name][name]:.4g}" for name in MEASURES))
         measured[run.name] |= {"num_loops": config.trained_depth, "loop_loss": config.loop_loss}

@@ -26,5 +26,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float64"], default="float32")
     parser.add_device()
+    parser.add_trust()
     parser.add_argument("--output", type=folder, help="for readout_table.json and .md; default: the first folder")
     return parser.parse_args(arguments)

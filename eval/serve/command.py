@@ -103,7 +103,11 @@ def main(arguments: list[str] | None = None):
     tokenizer = open_tokenizer(folder, args.tokenizer, config)
     asked = {"num_loops": args.num_loops, "attn_implementation": args.attn_implementation}
     asked = {name: value for name, value in asked.items() if value is not None}
-    model = LoopedForCausalLM.from_pretrained(folder, dtype=args.dtype, **asked).to(args.device).eval()
+    model = (
+        LoopedForCausalLM.from_pretrained(folder, dtype=args.dtype, trust_remote_code=args.trust_remote_code, **asked)
+        .to(args.device)
+        .eval()
+    )
     max_tokens = args.max_tokens or args.max_rows * model.config.max_position_embeddings
     with SharedPasses(model, args.max_rows, max_tokens) as passes:
         app = build_app(args.name or args.model, model, tokenizer, passes, args.max_loops)

@@ -34,6 +34,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--attn-implementation", choices=ways, help=text)
     parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto")
     parser.add_device()
+    parser.add_trust()
     args = parser.parse_args(arguments)
     for name in ("max_rows", "max_tokens", "num_loops", "max_loops", "grace"):
         if (value := getattr(args, name)) is not None and value < 1:

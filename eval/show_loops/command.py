@@ -134,7 +134,7 @@ def show(args) -> Shown:
     tokenizer = open_tokenizer(folder, args.tokenizer, config)
     prompt = tokenizer(args.prompt)["input_ids"]
     check(args, config, len(prompt))
-    model = LoopedForCausalLM.from_pretrained(folder).to(args.device).eval()
+    model = LoopedForCausalLM.from_pretrained(folder, trust_remote_code=args.trust_remote_code).to(args.device).eval()
     ids = torch.tensor([prompt], device=args.device)
     new, loops = write(model, ids, rule, args)
     curves = margins(model, torch.tensor([prompt + new], device=args.device), len(new), args.num_loops)

@@ -24,5 +24,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of sampling")
     parser.add_argument("--tokenizer", help="folder or name, for a model that comes without one")
     parser.add_device()
+    parser.add_trust()
     parser.add_argument("--output", default="loops.html")
     return parser.parse_args(arguments)

@@ -12,6 +12,7 @@ from looped_recipes.data.tokenizers import num_ids
 from looped_recipes.engine.distributed import check_split, check_units
 from looped_recipes.engine.kernels import check_device
 from looped_recipes.engine.tensor_parallel import data_rank
+from looped_recipes.settings.model_file import class_in_file
 from looped_recipes.settings.recipe import Recipe, RecipeError
 from looped_recipes.settings.run_checks import check_positions
 from modeling_looped import LoopedForCausalLM
@@ -106,7 +107,7 @@ def build_model(recipe: Recipe, tokenizer) -> LoopedForCausalLM:
     else:
         if "vocab_size" not in recipe.model and "preset" not in recipe.model:
             fields["vocab_size"] = -(-num_ids(tokenizer) // 64) * 64
-        model = LoopedForCausalLM(recipe.model_config(**fields))
+        model = class_in_file(recipe.training.model_file)(recipe.model_config(**fields))
     if recipe.start is not None:
         check_positions(recipe, model.config)
     size = num_ids(tokenizer)
@@ -128,12 +129,12 @@ def saved_model(recipe: Recipe, tokenizer) -> LoopedForCausalLM:
     start = recipe.training.initialize_from
     check_folder(start)
     check_tokens_of(start, tokenizer)
-    changes = recipe.changes_to_start()
+    changes, model_class = recipe.changes_to_start(), class_in_file(recipe.training.model_file)
     if "exit_gate" not in changes:
-        return LoopedForCausalLM.from_pretrained(start, **changes)
-    model, info = LoopedForCausalLM.from_pretrained(start, output_loading_info=True, **changes)
+        return model_class.from_pretrained(start, **changes)
+    model, info = model_class.from_pretrained(start, output_loading_info=True, **changes)
     missing = {name for name in info["missing_keys"] if not name.startswith("exit_gate.")}
-    LoopedForCausalLM.refuse_misfits(start, model, {**info, "missing_keys": missing})
+    model_class.refuse_misfits(start, model, {**info, "missing_keys": missing})
     return model
 
 
@@ -154,7 +155,9 @@ def looped_dense_model(recipe: Recipe) -> LoopedForCausalLM:
     path = recipe.dense.path
     check_folder(path)
     try:
-        return LoopedForCausalLM.from_dense(path, dtype=torch.float32, **recipe.dense_options())
+        return class_in_file(recipe.training.model_file).from_dense(
+            path, dtype=torch.float32, **recipe.dense_options()
+        )
     except ValueError as error:
         raise RecipeError(f"dense.path={path!r}: {error}") from error
 

@@ -16,8 +16,9 @@ from transformers.utils import GENERATION_CONFIG_NAME
 from looped_recipes.common.checksums import LIST, read_sealed, renew_checksum, write_checksums
 from looped_recipes.common.files import is_foreign, remove, save_tokenizer, sync, sync_all
 from looped_recipes.data.shards import prepare
+from looped_recipes.settings.model_file import class_in_file
 from looped_recipes.settings.recipe import recipe_of_run
-from modeling_looped import LoopedConfig, LoopedForCausalLM
+from modeling_looped import LoopedConfig
 
 from .checkpoint import TOKENIZER, load_weights, read_marker
 from .distributed import bare, to_shards
@@ -42,7 +43,7 @@ def export_checkpoint(run: Path, checkpoint: Path, path: Path) -> Path:
     """Export the model of a complete checkpoint of `run`, on any machine: nothing that a launch needs is required."""
     recipe, marker = recipe_of_run(run), read_marker(checkpoint)
     with torch.device("meta"):
-        model = LoopedForCausalLM(LoopedConfig.from_dict(marker["config"]["model"]))
+        model = class_in_file(recipe.training.model_file)(LoopedConfig.from_dict(marker["config"]["model"]))
     if "generation" in marker:  # checkpoints of older versions lack it
         model.generation_config = GenerationConfig.from_dict(marker["generation"])
     if (checkpoint / TOKENIZER).is_dir():

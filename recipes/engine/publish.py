@@ -37,7 +37,7 @@ ids = model.generate(**inputs, max_new_tokens=20, num_loops=1)  # any other dept
 print(tokenizer.decode(ids[0]))
 ```
 
-With `import modeling_looped` before, nothing asks for `trust_remote_code`.
+{code}
 
 ## Validation at every depth
 
@@ -55,10 +55,14 @@ With `import modeling_looped` before, nothing asks for `trust_remote_code`.
 """
 
 
+OUR_CODE = "With `import modeling_looped` before, nothing asks for `trust_remote_code`."
+OWN_CODE = "Its class is in `{}`, which needs modeling_looped installed."
+
+
 def model_card(recipe: Recipe, config, metrics_path: str | Path, folder: Path, steps: int) -> str:
     """Return the README of a model exported to `folder`, filled with data of its run. steps: training steps before the
     export."""
-    run = Path(metrics_path).absolute().parent
+    run, own = Path(metrics_path).absolute().parent, recipe.training.model_file
     place = recipe.training.push_to_hub or f"./{folder.absolute().name}"  # no repository has a name like ./folder
     records = [record for record in read_metrics(metrics_path) if record["step"] < steps]
     losses, bits = (last_validation(records, measure) for measure in ("loss", "bits_per_byte"))
@@ -66,6 +70,7 @@ def model_card(recipe: Recipe, config, metrics_path: str | Path, folder: Path, s
     return CARD.format(
         name=recipe.training.push_to_hub or run.name,
         place=place,
+        code=OUR_CODE if own is None else OWN_CODE.format(Path(own).name),
         injection=config.injection,
         license=yaml.safe_dump({"license": recipe.training.license}) if recipe.training.license else "",
         layers=config.num_layers,

@@ -1,10 +1,10 @@
 """Compare settings before a run continues from a checkpoint.
 
 Refused if different: the model, the tokens, their order and depths, the type of optimizer, the precision. Learning
-rates, other optimizer settings and the schedule may be changed on purpose (`training.resume=changed`); the length of
-the run and its validation text may change at any time. Changes are printed, as are different versions of code and
-libraries. All other settings (logging, saving, compiling, processes, and without dropout micro batches) change steps
-only by rounding and are not compared.
+rates, other optimizer settings, the schedule and the code of a class of one's own may be changed on purpose
+(`training.resume=changed`); the length of the run and its validation text may change at any time. Changes are printed,
+as are different versions of code and libraries. All other settings (logging, saving, compiling, processes, and without
+dropout micro batches) change steps only by rounding and are not compared.
 """
 
 import dataclasses
@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import yaml
 
+from looped_recipes.common.checksums import checksum
 from looped_recipes.common.metrics import read_metrics
 from looped_recipes.common.provenance import commit, versions
 from looped_recipes.settings.recipe import Recipe
@@ -34,6 +35,7 @@ from .saving import CheckpointError
 
 NUM_SAMPLED_ROWS = 64
 OF_LENGTH = (*LENGTHS, "count_embedding")  # settings of `training` that set the length of a run
+CODE = "code of training.model_file"  # the compared checksum
 VALIDATION = "validation"  # the compared section that describes the validation rows
 VOLATILE = {"transformers_version", "_name_or_path", "architectures", "auto_map", "dtype"}  # fields of model configs
 COMPARED_TRAINING = (  # settings of `training` that affect the computation of a step or the number of steps
@@ -51,9 +53,11 @@ COMPARED_TRAINING = (  # settings of `training` that affect the computation of a
 def compared_settings(recipe: Recipe, model_config: dict, data) -> dict:
     """Return all compared settings, in sections. data: the result of `shards.prepare`."""
     dense = {} if recipe.dense.path is None else {"dense": dataclasses.asdict(recipe.dense)}
+    code = recipe.training.model_file
     return {
         **dense,
         "model": model_config,
+        CODE: None if code is None else checksum(code),
         "data": {
             "sequence_length": recipe.data.sequence_length,
             "stride": recipe.data.stride or recipe.data.sequence_length,
@@ -85,7 +89,7 @@ def may_change(name: str, resume: bool | str) -> bool:
     """Return whether a run may continue although the setting with this dotted name has changed."""
     if name in {f"training.{key}" for key in OF_LENGTH} or name.startswith(VALIDATION):
         return True
-    on_purpose = name.startswith(("optimizer.", "schedule.")) and name != "optimizer.name"
+    on_purpose = name.startswith(("optimizer.", "schedule.", CODE)) and name != "optimizer.name"
     return on_purpose and resume == "changed"
 
 
@@ -118,7 +122,7 @@ def refuse_other_config(path: Path, saved: dict, config: dict, may_change: Calla
     refused = [difference for difference in differing(saved, config) if not may_change(difference[0])]
     if not refused:
         return
-    advice = "Go back to that config, choose another training.output_dir, or, if only rates or the schedule differ, "
+    advice = "Go back to that config, choose another training.output_dir, or, if only rates, schedule or code differ, "
     advice += "set training.resume=changed"
     if [name for name, _, _ in refused] == ["precision"]:
         advice = f"Launch with the same: accelerate launch --mixed_precision {saved['precision']}"

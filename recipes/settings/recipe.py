@@ -48,7 +48,7 @@ from .yaml_files import parse_yaml, read_yaml, refuse_unknown, shortly
 PATHS = {
     "dense": ("path",),
     "data": ("source", "validation_source", "tokenizer", "cache_dir"),
-    "training": ("output_dir", "initialize_from"),
+    "training": ("output_dir", "initialize_from", "model_file"),
 }
 LONGEST_CHAIN = 20  # of recipes that extend each other
 

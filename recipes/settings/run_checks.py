@@ -9,6 +9,7 @@ from looped_recipes.common.flops import sizes
 from modeling_looped import LoopedConfig, depths_of_step
 
 from .model_fields import check_model
+from .model_file import class_in_file
 from .operations import Operations, UnknownEpoch
 from .recipe import Recipe, RecipeError
 from .relations import TRAINED_TOKENIZERS, check_schedule
@@ -18,6 +19,7 @@ def check_run(recipe: Recipe) -> LoopedConfig:
     """Return the model's config; refuse a recipe of which it is known without data that it can not be run."""
     config = recipe.model_config()
     check_model(recipe.model, config)
+    class_in_file(recipe.training.model_file)
     try:
         sizes(config)
     except Exception as error:  # torch and transformers raise different kinds

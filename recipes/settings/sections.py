@@ -142,6 +142,7 @@ class TrainingConfig:
     # selective: keep what costs most; offload: keep inputs of blocks in the memory of the host
     gradient_checkpointing: bool | Literal["loops", "selective", "offload"] = False
     initialize_from: str | None = None  # a saved model to start from
+    model_file: str | None = None  # a Python file with a subclass of LoopedForCausalLM, which is trained in its place
     freeze_all_but_gate: bool = False  # Ouro's stage II
     taper_start: float = 0.05  # model.readout_norm taper: where the norm begins to go, as a part of all steps
     taper_end: float = 1.0  # model.readout_norm taper: where it is gone

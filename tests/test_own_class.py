@@ -1,0 +1,167 @@
+"""A class of the user's own: its folder opens by its own code, and recipes train it."""
+
+import json
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from looped_eval.show_loops.command import main as show
+from looped_recipes.engine.checkpoint import CheckpointError
+from looped_recipes.export import main as export
+from looped_recipes.pretrain import main
+from looped_recipes.settings.model_file import class_in_file
+from looped_recipes.settings.recipe import RecipeError
+from modeling_looped import LoopedForCausalLM
+from modeling_looped.loading import LoopedCheckpointError
+
+from .helpers import random_ids, tiny_config
+from .helpers_pretrain import SMOKE, smoke_settings
+
+
+CODE = """
+import torch
+from torch import nn
+from transformers import initialization as init
+
+from modeling_looped import LoopedForCausalLM
+from modeling_looped.injection import Injection
+
+
+class Gated(Injection):
+    def __init__(self, config):
+        super().__init__(config)
+        self.gate = nn.Parameter(torch.empty(config.hidden_size))
+
+    def init_parameters(self):
+        init.constant_(self.gate, 0.5)
+
+    def forward(self, state, embedded):
+        return state + torch.sigmoid(self.gate) * embedded
+
+
+class GatedForCausalLM(LoopedForCausalLM):
+    def __init__(self, config):
+        super().__init__(config)
+        self.model.injection = Gated(config)
+        self.post_init()
+"""
+
+
+@pytest.fixture
+def written(tmp_path, monkeypatch):
+    """Return a function that writes a file of code, whose module is forgotten after the test."""
+
+    def write(code: str, name: str = "own_gated"):
+        monkeypatch.setitem(sys.modules, name, None)
+        del sys.modules[name]
+        path = tmp_path / f"{name}.py"
+        path.write_text(code)
+        return str(path)
+
+    return write
+
+
+def test_its_folder_opens_by_the_code_in_it(written, tmp_path):
+    own = class_in_file(written(CODE))
+    model = own(tiny_config(injection="add")).eval()
+    torch.nn.init.normal_(model.model.injection.gate)
+    model.save_pretrained(tmp_path / "saved")
+    ids = random_ids(2, 7)
+    expected = model(ids).logits
+    for opener in (LoopedForCausalLM, AutoModelForCausalLM):
+        with pytest.raises(
+            LoopedCheckpointError, match="GatedForCausalLM, a class that is not .* trust_remote_code=True"
+        ):
+            opener.from_pretrained(tmp_path / "saved")
+        opened = opener.from_pretrained(tmp_path / "saved", trust_remote_code=True).eval()
+        assert type(opened).__name__ == "GatedForCausalLM" and isinstance(opened, LoopedForCausalLM)
+        assert torch.equal(opened(ids).logits, expected)
+        opened.save_pretrained(tmp_path / opener.__name__)  # with its code again
+        again = opener.from_pretrained(tmp_path / opener.__name__, trust_remote_code=True).eval()
+        assert torch.equal(again(ids).logits, expected)
+
+
+def test_trusted_code_of_our_own_class_changes_nothing(tmp_path):
+    model = LoopedForCausalLM(tiny_config())
+    model.save_pretrained(tmp_path)
+    opened = LoopedForCausalLM.from_pretrained(tmp_path, trust_remote_code=True)
+    assert type(opened) is LoopedForCausalLM
+
+
+def test_code_of_another_family_is_refused(written, tmp_path):
+    own = class_in_file(written(CODE))
+    own(tiny_config(injection="add")).save_pretrained(tmp_path / "saved")
+    (tmp_path / "saved" / "own_gated.py").write_text("class GatedForCausalLM:\n    pass\n")
+    with pytest.raises(LoopedCheckpointError, match="defines GatedForCausalLM, which is no LoopedForCausalLM"):
+        LoopedForCausalLM.from_pretrained(tmp_path / "saved", trust_remote_code=True)
+
+
+OWN_CONFIG = "\nclass Config(LoopedConfig):\n    pass\nclass Own(LoopedForCausalLM):\n    config_class = Config\n"
+
+
+@pytest.mark.parametrize(
+    ("code", "name", "message"),
+    [
+        ("x = 1", "own_none", "must define one subclass of LoopedForCausalLM, but it defines none"),
+        (CODE + "class More(GatedForCausalLM):\n    pass", "own_two", "defines GatedForCausalLM, More"),
+        ("from modeling_looped import LoopedConfig, LoopedForCausalLM" + OWN_CONFIG, "own_config", "config_class"),
+    ],
+)
+def test_a_file_that_does_not_serve_is_refused(code, name, message, written):
+    with pytest.raises(RecipeError, match=message):
+        class_in_file(written(code, name))
+
+
+def test_a_file_that_is_not_there_or_hides_a_module_is_refused(written, tmp_path):
+    with pytest.raises(RecipeError, match="no_such.py' is no Python file"):
+        class_in_file(str(tmp_path / "no_such.py"))
+    (tmp_path / "json.py").write_text(CODE)
+    with pytest.raises(RecipeError, match=f"has the name of a module, {json.__file__}: rename it"):
+        class_in_file(str(tmp_path / "json.py"))
+
+
+def test_a_recipe_trains_it_and_goes_on_bit_for_bit(written, training_text, tmp_path, capsys):
+    path = written(CODE)
+
+    def train(name: str, *more: str):
+        arguments = smoke_settings(training_text, tmp_path / name, f"training.model_file={path}", *more)
+        main([str(SMOKE / "lt.yaml"), "model.injection=add", *arguments])
+        return tmp_path / name
+
+    whole = train("whole")
+    weights = load_file(whole / "final" / "model.safetensors")
+    gate = weights["model.injection.gate"]
+    assert not torch.equal(gate, torch.full_like(gate, 0.5))  # it has learnt
+    assert "`own_gated.py`, which needs modeling_looped" in (whole / "final" / "README.md").read_text()
+
+    parts = train("parts", "training.stop_after=3")
+    train("parts")
+    resumed = load_file(parts / "final" / "model.safetensors")
+    assert resumed.keys() == weights.keys() and all(torch.equal(resumed[name], weights[name]) for name in weights)
+
+    export([str(whole), str(tmp_path / "exported")])
+    exported = load_file(tmp_path / "exported" / "model.safetensors")
+    assert all(torch.equal(exported[name], weights[name]) for name in weights)
+    AutoModelForCausalLM.from_pretrained(tmp_path / "exported", trust_remote_code=True)
+
+    asked = [str(whole / "final"), "a", "--max-new-tokens", "2", "--output", str(tmp_path / "page.html")]
+    with pytest.raises(LoopedCheckpointError):
+        show(asked)
+    show([*asked, "--trust-remote-code"])
+    assert (tmp_path / "page.html").is_file()
+
+
+def test_changed_code_is_another_run(written, training_text, tmp_path):
+    recipe = [str(SMOKE / "lt.yaml"), *smoke_settings(training_text, tmp_path / "run"), "model.injection=add"]
+    own = f"training.model_file={written(CODE)}"
+    main([*recipe, own, "training.stop_after=3"])
+    with pytest.raises(CheckpointError, match="code of training.model_file was '.*', is None"):
+        main(recipe)
+    written(CODE + "\n# changed\n")
+    with pytest.raises(CheckpointError, match="code of training.model_file was '.*', is '.*resume=changed"):
+        main([*recipe, own])
+    main([*recipe, own, "training.resume=changed"])
+    assert (tmp_path / "run" / "final" / "own_gated.py").read_text().endswith("# changed\n")
