@@ -801,6 +801,36 @@ def test_yaml_that_says_a_thing_twice_or_not_at_all(tmp_path):
     assert (load_recipe(path).training.steps, load_recipe(path).training.seed) == (10, 7)
 
 
+def test_null_gives_a_setting_its_default_back(tmp_path):
+    """In a recipe that extends another, in a sweep and in an argument. Where null is a value, it stays one."""
+    (tmp_path / "base.yaml").write_text(
+        "data: {tokenizer_vocab_size: 512, max_documents: 7}\nmodel: {preset: flt, num_loops: 7, sliding_window: 8}\n"
+        "training: {steps: 3, keep_best: false, micro_batch_size: 2, rows_per_step: 2}\n"
+    )
+    (tmp_path / "child.yaml").write_text(
+        "extends: base.yaml\ndata: {tokenizer_vocab_size: null, max_documents: null}\nlogging: {project: ~}\n"
+        "model: {num_loops: null, sliding_window: null}\ntraining: {keep_best: null}\n"
+    )
+    lines = ["data.tokenizer_vocab_size=null", "data.max_documents=null", "model.num_loops=~", "logging.project=null"]
+    lines += ["model.sliding_window=null", "training.keep_best=null"]
+    recipes = {
+        "child": load_recipe(tmp_path / "child.yaml"),
+        "arguments": load_recipe(tmp_path / "base.yaml", lines),
+        "sweep": load_recipe(tmp_path / "base.yaml", changes=dict.fromkeys(line.split("=")[0] for line in lines)),
+    }
+    (tmp_path / "left_out.yaml").write_text(
+        "model: {preset: flt, sliding_window: null}\ntraining: {steps: 3, micro_batch_size: 2, rows_per_step: 2}\n"
+    )
+    left_out = load_recipe(tmp_path / "left_out.yaml")
+    assert all(recipe == left_out for recipe in recipes.values()), recipes
+    assert left_out.data.tokenizer_vocab_size == 32768 and left_out.model_config().num_loops != 7
+    (tmp_path / "first.yaml").write_text("training: {steps: 3, seed: null}")  # it takes nothing back
+    with pytest.raises(RecipeError, match="training.seed must be int, got None"):
+        load_recipe(tmp_path / "first.yaml")
+    with pytest.raises(RecipeError, match="'optimizer.lr=' holds no value: write one, or optimizer.lr=null for"):
+        load_recipe(tmp_path / "base.yaml", ["optimizer.lr="])
+
+
 def test_home_folders_are_found_everywhere(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "base.yaml").write_text("training: {steps: 3, output_dir: ~/run, initialize_from: ~/model}")

@@ -1,8 +1,9 @@
 """Recipes: YAML and `section.key=value` arguments, read into one dataclass per section (sections.py) and checked.
 
 The YAML holds only values that differ from the defaults of sections.py, and may start from another recipe with
-`extends: other.yaml`. An unknown key is an error that names the nearest known one. `model` holds a preset name and
-fields of `LoopedConfig`.
+`extends: other.yaml`. There, and in an argument, null gives a setting that cannot be null its default back, as if it
+had not been named. An unknown key is an error that names the nearest known one. `model` holds a preset name and fields
+of `LoopedConfig`.
 """
 
 import dataclasses
@@ -184,6 +185,9 @@ def split_override(override: str) -> tuple[str, typing.Any]:
     as_written = text.lower() in ("", "~", "null") if parsed is None else is_quoted or parsed == text
     if not as_written and (parsed is None or isinstance(parsed, str)):
         raise RecipeError(f"{override!r} stands for {parsed!r} in YAML: put the value in quotes, or correct it")
+    section, _, name = key.partition(".")
+    if not text and not takes_null(section, name):
+        raise RecipeError(f"{override!r} holds no value: write one, or {key}=null for the default")
     return key, parsed
 
 
@@ -234,24 +238,33 @@ def _read(path: str | Path, seen: tuple[Path, ...] = ()) -> dict:
         raise RecipeError(f"{path} is extended over more than {LONGEST_CHAIN} recipes: name the first one yourself")
     base = raw.pop("extends", None)
     if base is None:
-        merged = {}
-    elif isinstance(base, str) and base.strip():
-        merged = _read(named_in(path, base), (*seen, path.resolve()))
-    else:
+        return raw
+    if not isinstance(base, str) or not base.strip():
         raise RecipeError(f"{path}: extends must name a recipe, got {shortly(base)}")
+    merged = _read(named_in(path, base), (*seen, path.resolve()))
     for name, section in raw.items():
-        if isinstance(section, dict) and isinstance(merged.get(name), dict):
-            merged[name] = _over(name, merged[name], section)
+        of_base = {} if merged.get(name) is None else merged[name]
+        if isinstance(section, dict) and isinstance(of_base, dict):
+            merged[name] = _over(name, of_base, section)
         elif section is not None or name not in merged:
             merged[name] = section
     return merged
 
 
 def _over(section: str, values: dict, by: dict) -> dict:
-    """Return a section changed by later settings: a length of the run replaces any length that was set before."""
+    """Return a section changed by later settings: a length of the run replaces any length that was set before, and
+    null takes away a setting that cannot be null, which then has its default."""
     if section == "training" and any(by.get(name) is not None for name in LENGTHS):
         values = {name: value for name, value in values.items() if name not in LENGTHS}
-    return {**values, **by}
+    taken_away = {name for name, value in by.items() if value is None and not takes_null(section, name)}
+    return {name: value for name, value in {**values, **by}.items() if name not in taken_away}
+
+
+def takes_null(section: str, name) -> bool:
+    """Return whether null is a value of a setting. An unknown setting keeps it, and is refused later."""
+    of = LoopedConfig if section == "model" else SECTIONS.get(section)
+    types_of = {field.name: field.type for field in dataclasses.fields(of)} if of else {}
+    return name not in types_of or type(None) in typing.get_args(types_of[name])
 
 
 def _model_fields(fields: dict, where: str) -> dict:

@@ -5,7 +5,7 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
-from looped_recipes.settings.recipe import RecipeError, load_recipe
+from looped_recipes.settings.recipe import Recipe, RecipeError, load_recipe
 from tests.faults.campaign import Trial
 
 
@@ -89,13 +89,14 @@ def overridden(draw: random.Random, recipe: Path) -> Trial:
     key, text = draw.choice(FIELDS), "".join(draw.choices(PIECES, k=draw.randint(1, 4)))
     fault = f"{key}={text!r:.100}"
     section, _, name = key.partition(".")
-    return judged(fault, lambda: load_recipe(recipe, [f"{key}={text}"]).to_dict()[section][name], written(text))
+    meant = {getattr(getattr(Recipe(), section), name)} if text.strip() in ("null", "~") else written(text)
+    return judged(fault, lambda: load_recipe(recipe, [f"{key}={text}"]).to_dict()[section][name], meant)
 
 
 def written(text: str) -> set:
     """What a person may have meant: the text, the text in its quotes, nothing, a path in the home folder."""
     text = text.strip()
-    meant = {text, None} if text in ("", "null", "~") else {text}
+    meant = {text, None} if text == "" else {text}
     meant |= {str(Path(text).expanduser())} if text.startswith("~/") else set()
     return meant | ({text[1:-1]} if text[:1] == text[-1:] and text[:1] in "'\"" else set())
 
