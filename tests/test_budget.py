@@ -92,6 +92,19 @@ def test_bits_and_perplexity_of_models_and_seeds(folders, text, tmp_path, capsys
     assert (tmp_path / "out/budget.svg").read_text().startswith("<svg")
 
 
+@pytest.mark.parametrize("limit,kept", [("2", 2), ("2.5", 2), ("0.5", 2), ("9", 3)])
+def test_limit_takes_the_first_texts(folders, text, tmp_path, limit, kept):
+    """As lm-eval counts documents of a task: half of three is two."""
+    (tmp_path / "fewer.jsonl").write_text("".join(json.dumps({"text": each}) + "\n" for each in TEXTS[:kept]))
+    found = []
+    for place, arguments in (("all", [text, "--limit", limit]), ("fewer", [str(tmp_path / "fewer.jsonl")])):
+        output = ["--loops", "2", "--device", "cpu", "--output", str(tmp_path / place)]
+        budget.main([folders[0], "--text", *arguments, *output])
+        record = json.loads((tmp_path / place / "budget.json").read_text())
+        found.append([record[name] for name in ("values", "precision", "sizes")])
+    assert found[0] == found[1] and f"in {kept} rows" in found[0][-1][0]
+
+
 def test_a_difference_of_models_counts_their_seeds():
     """Of two groups of three seeds of one recipe, few differ by two errors, though more than 5 %, since three seeds
     tell little of their spread; by errors over rows alone, 74 % did."""
@@ -209,6 +222,8 @@ def test_core(folders, tmp_path):
     (["{model}", "{missing}", "--text", "{text}"], "no config.json was found"),
     (["{model}", "--core", "{missing}"], "is no evaluation bundle"),
     (["{model}", "--tasks", "nothing", "--limit", "-2"], "--limit -2 must be above 0"),
+    (["{model}", "--stream", "a={text}", "--limit", "3"], "--limit 3 is of --text and --tasks"),
+    (["{model}", "--text", "{text}", "--limit", "-2"], "--limit -2 must be above 0"),
     (["{model}", "--tasks", "nothing"], "no task is called 'nothing'"),
 ])  # fmt: skip
 @pytest.mark.some(5)

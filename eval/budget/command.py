@@ -44,10 +44,13 @@ def parse_models(arguments: list[str]) -> dict[str, list[str]]:
     return models
 
 
-def read_texts(path: str) -> list[str]:
+def read_texts(path: str, limit: float | None) -> list[str]:
+    """Return the texts, or the first ones: `limit` of them, or below 1 that part of them, as lm-eval counts it."""
     texts = list(texts_of(path))
+    if limit is not None:
+        texts = texts[: math.ceil(len(texts) * limit) if limit < 1 else int(limit)]
     if not any(texts):
-        raise ValueError(f"{path} holds no text")
+        raise ValueError(f"{path} holds no text{'' if limit is None else f' within --limit {limit:g}'}")
     return texts
 
 
@@ -192,12 +195,17 @@ def main(arguments: list[str] | None = None):
     if not (args.text or args.stream or args.tasks or args.core):
         raise ValueError("nothing to measure: pass --text, --stream, --tasks or --core")
     check_limit(args.limit)
+    if args.limit is not None and not (args.text or args.tasks):
+        raise ValueError(
+            f"--limit {args.limit:g} is of --text and --tasks: leave it out, or shorten streams by --stream-tokens "
+            "and CORE by --core-examples"
+        )
     if args.six and not args.core:
         raise ValueError("--six reads its tasks from the bundle of CORE: pass --core BUNDLE too")
     streams = [name for name, _ in map(parse_stream, args.stream)]
     if len(set(streams)) < len(streams):
         raise ValueError(f"two streams have the same name: {', '.join(streams)}")
-    texts = read_texts(args.text) if args.text else None
+    texts = read_texts(args.text, args.limit) if args.text else None
     if args.core:
         read_tasks(args.core, examples=args.core_examples)  # finds mistakes before a model is loaded
     manager = None
