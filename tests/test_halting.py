@@ -14,7 +14,15 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from looped_eval.common.model_folder import joined_tokens
 from looped_eval.halting import command as halting
-from looped_eval.halting.calibration import Units, calibrate, exit_loops, never, perplexity_at
+from looped_eval.halting.calibration import (
+    Units,
+    calibrate,
+    calibrate_loops,
+    exit_loops,
+    least_loops,
+    never,
+    perplexity_at,
+)
 from looped_eval.halting.scoring import at_depth, measure, with_sequence_exits, with_token_exits
 from looped_recipes.common.flops import forward_flops_per_token, sizes
 from modeling_looped import LoopedConfig, LoopedForCausalLM
@@ -208,6 +216,30 @@ def test_the_threshold_is_the_cheapest_within_the_budget(name, ties):
     assert between > 3
 
 
+@pytest.mark.parametrize("name", CRITERIA)
+@pytest.mark.parametrize("ties", [False, True])
+def test_the_threshold_for_mean_loops_is_the_nearest_that_is_not_above(name, ties):
+    found_some = missed_some = 0
+    needs_two = bool(CRITERIA[name].remembers) and not CRITERIA[name].exits_above
+    for seed, min_loops, wanted in itertools.product(range(3), (1, 2, 3), (1, 1.5, 2, 2.25, 3, 3.7)):
+        if wanted < min_loops:
+            continue
+        units = random_units(name, seed, ties)
+        candidates = {value for value in units.scores[name].flatten().tolist() if math.isfinite(value)} | {1 - 1e-15}
+        loops_of = {threshold: run_each(units, name, threshold, min_loops)[0] for threshold in candidates}
+        within = [loops for loops in loops_of.values() if loops <= wanted]
+        threshold = calibrate_loops(name, units, wanted, min_loops)
+        if not within:
+            assert threshold is None and least_loops(name, units, min_loops) == pytest.approx(min(loops_of.values()))
+            missed_some += 1
+            continue
+        assert run_each(units, name, threshold, min_loops)[0] == max(within)
+        chosen = exit_loops(ExitRule(name, threshold, min_loops), units.scores[name])
+        assert chosen.double().mean().item() == max(within)
+        found_some += 1
+    assert found_some > 20 and (missed_some > 0) == needs_two
+
+
 @torch.no_grad()
 def test_token_exits_are_measured_on_what_generate_would_see():
     model, rows = model_of("plain"), random_ids(2, 7)
@@ -275,6 +307,56 @@ def test_the_command_measures_and_writes(tmp_path, capsys):
     asked = plain.eval().generate(random_ids(3, 5, 30), **settings, **given)
     assert written.sequences.equal(asked.sequences) and written.token_loops.equal(asked.token_loops)
     assert written.token_loops.double().mean() < LOOPS
+
+
+@torch.no_grad()
+def test_the_command_measures_at_equal_loops(tmp_path, capsys):
+    """Alone, without budgets; a criterion that compares two loops has at least two."""
+    folder = make_folder(tmp_path)
+    criteria = ["--criteria", "entropy", "kl"]
+    halting.run(halting.parse(command(folder, *criteria, "--mean-loops", "3", "1.5", "--write")))
+    printed = capsys.readouterr().out
+    content = json.loads((tmp_path / "halting.json").read_text())
+    result, notes = content["result"], content["notes"]
+    assert result["halting"] == result["tokens"] == [] and (tmp_path / "halting.svg").read_text().startswith("<svg")
+    for unit in ("sequences", "tokens"):
+        rows = result["at_mean_loops"][unit]
+        assert [(row["criterion"], row["wanted_loops"]) for row in rows] == [
+            ("entropy", 1.5), ("entropy", 3.0), ("kl", 3.0)
+        ]  # fmt: skip
+        note = f"at 1.5 mean loops of {unit} kl is left out: the least that a threshold reaches is 2"
+        assert note in notes and f"note: {note}" in printed
+        assert "loops asked for" in (tmp_path / "halting.html").read_text() and "wanted loops" in printed
+
+    args = halting.parse(command(folder))  # what it says of tokens is what they give, one model pass a row
+    calibration, rows = halting.two_slices(args, folder, LoopedConfig.from_pretrained(folder))
+    model = LoopedForCausalLM.from_pretrained(folder)
+    row = result["at_mean_loops"]["tokens"][1]
+    rule = ExitRule("entropy", row["threshold"])
+    for part, key in ((calibration, "calibrated_loops"), (rows, "mean_loops")):
+        loops = torch.cat([model(ids[None, :-1], exit_rule=rule).token_loops for ids in part]).double()
+        assert loops.mean().item() == pytest.approx(row[key], abs=0.02)
+    assert row["calibrated_loops"] <= 3 and row["perplexity"] > 0 and row["predicted_speedup"] < LOOPS
+    at_three = [row for row in result["at_mean_loops"]["tokens"] if row["wanted_loops"] == 3]
+    best = min(at_three, key=lambda row: row["perplexity"])
+    if best["predicted_speedup"] > 1:
+        assert model.generation_config.exit_criterion == best["criterion"]
+        assert model.generation_config.exit_threshold == pytest.approx(best["threshold"], rel=1e-5)
+    assert f"Calibrated to 3 mean loops, {best['criterion']} has the lowest perplexity" in printed
+    assert "; a fixed depth of 3 has " in printed and "; a fixed depth of 1.5" not in printed
+
+    with pytest.raises(ValueError, match="at 1.5 mean loops of tokens kl is left out: .* is 2. Raise --mean-loops"):
+        halting.run(halting.parse(command(folder, "--criteria", "kl", "--mean-loops", "1.5")))
+
+
+def test_mean_loops_beside_budgets(tmp_path, capsys):
+    folder = make_folder(tmp_path)
+    halting.run(halting.parse(command(folder, "--criteria", "entropy", "--budget", "0.05", "--mean-loops", "2")))
+    result = json.loads((tmp_path / "halting.json").read_text())["result"]
+    assert [row["budget"] for rows in (result["halting"], result["tokens"]) for row in rows] == [0.05, 0.05]
+    assert [row["wanted_loops"] for rows in result["at_mean_loops"].values() for row in rows] == [2, 2]
+    printed = capsys.readouterr().out
+    assert "within 5 %" in printed and "Calibrated to 2 mean loops, entropy has" in printed
 
 
 def test_results_of_another_command_are_not_replaced_without_a_word(tmp_path, capsys):
@@ -391,6 +473,8 @@ def test_every_text_is_read(tmp_path):
         (["--budget", "nan"], "--budget nan"),
         (["--criteria", "margin"], "exit_criterion='margin' is not known"),
         (["--criteria", "gate"], "exit_gate='none'"),
+        (["--mean-loops", "2", "4"], "--mean-loops 4 must be at least --min-loops 1 and below num_loops=4"),
+        (["--mean-loops", "1.5", "--min-loops", "2"], "--mean-loops 1.5 must be at least --min-loops 2"),
         (["--num-loops", "1"], "num_loops=1: with a single loop"),
         (["--min-loops", "4"], "--min-loops 4"),
         (["--sequences", "0"], "--sequences must be at least 1, got 0"),

@@ -1,1 +1,1 @@
-"""Exit thresholds for a budget of perplexity."""
+"""Exit thresholds for a budget of perplexity, or of loops."""

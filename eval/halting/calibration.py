@@ -1,10 +1,12 @@
-"""Finds the threshold with the fewest loops within a budget, from the losses and scores of one pass.
+"""Finds the threshold with the fewest loops within a budget of perplexity, or the one for a mean number of loops, from
+the losses and scores of one pass.
 
 A *unit* is a sequence, whose score is the mean over its tokens (readout blind spot, appendix H), or a token. It exits
 at the first loop whose score passes the threshold. So whether it has exited by loop k depends only on its best score
 up to k, and all thresholds can be tried at once:
 
     loss(threshold) = loss_K + sum over k < K of (loss_k - loss_k+1) [best score up to loop k passes the threshold]
+    loops(threshold) = K - sum over k < K of [best score up to loop k passes the threshold]
 """
 
 import math
@@ -44,20 +46,49 @@ def never(name: str) -> float:
     return math.inf if CRITERIA[name].exits_above else -math.inf
 
 
-def calibrate(name: str, units: Units, budget: float, min_loops: int = 1) -> float:
-    """Return the threshold with the fewest loops whose perplexity is at most 1 + budget times the last loop's."""
+class Tried(NamedTuple):
+    """All thresholds that make a difference, from the one with the fewest exits to the one with the most."""
+
+    thresholds: torch.Tensor
+    losses: torch.Tensor  # mean loss of each, less that of the last loop
+    loops: torch.Tensor  # mean loops of each
+
+
+def try_all(name: str, units: Units, min_loops: int) -> Tried:
     scores = units.scores[name].clamp(0, LARGEST.get(name))
     sign = 1 if CRITERIA[name].exits_above else -1
     exits = slice(min_loops - 1, -1)  # loops at which a threshold makes a difference
     best = (sign * scores)[exits].cummax(0).values.flatten()
     change = (units.losses[exits] - units.losses[exits.start + 1 :]).flatten()
 
+    num_loops, num_units = units.losses.shape
     best, order = best.sort(descending=True)
-    change = change[order].cumsum(0) / units.losses.shape[1]
+    losses = change[order].cumsum(0) / num_units
+    loops = num_loops - torch.arange(1, len(best) + 1, dtype=torch.double, device=best.device) / num_units
     is_last_of_equals = torch.ones_like(best, dtype=torch.bool)
     is_last_of_equals[:-1] = best[:-1] != best[1:]
-    allowed = (is_last_of_equals & best.isfinite() & (change <= math.log1p(budget))).nonzero()
-    return sign * best[allowed[-1]].item() if len(allowed) else never(name)
+    possible = is_last_of_equals & best.isfinite()
+    return Tried(sign * best[possible], losses[possible], loops[possible])
+
+
+def calibrate(name: str, units: Units, budget: float, min_loops: int = 1) -> float:
+    """Return the threshold with the fewest loops whose perplexity is at most 1 + budget times the last loop's."""
+    tried = try_all(name, units, min_loops)
+    allowed = (tried.losses <= math.log1p(budget)).nonzero()
+    return tried.thresholds[allowed[-1]].item() if len(allowed) else never(name)
+
+
+def calibrate_loops(name: str, units: Units, mean_loops: float, min_loops: int = 1) -> float | None:
+    """Return the threshold whose mean loops are nearest to `mean_loops`, and not above; None if all have more."""
+    tried = try_all(name, units, min_loops)
+    few = (tried.loops <= mean_loops + 1e-9).nonzero()
+    return tried.thresholds[few[0]].item() if len(few) else None
+
+
+def least_loops(name: str, units: Units, min_loops: int = 1) -> float:
+    """Return the mean loops of the threshold with the most exits."""
+    loops = try_all(name, units, min_loops).loops
+    return loops[-1].item() if len(loops) else float(len(units.losses))
 
 
 def exit_loops(rule: ExitRule, scores: torch.Tensor) -> torch.Tensor:

@@ -22,8 +22,23 @@ from modeling_looped import LoopedConfig, LoopedForCausalLM
 from modeling_looped.depth_options import EXIT_FIELDS
 from modeling_looped.exit_criteria import CRITERIA, ExitRule
 
-from .calibration import Units, calibrate, exit_loops, mean_perplexity, perplexity_at
-from .conclusion import cheapest, conclusion, exits_gain, shallowest_depth
+from .calibration import (
+    Units,
+    calibrate,
+    calibrate_loops,
+    exit_loops,
+    least_loops,
+    mean_perplexity,
+    perplexity_at,
+)
+from .conclusion import (
+    best_at_equal_loops,
+    cheapest,
+    conclusion,
+    conclusion_at_loops,
+    exits_gain,
+    shallowest_depth,
+)
 from .options import BEST, LEAST_SEQUENCES, SEQUENCES, parse
 from .page import write_page
 from .scoring import at_depth, measure, sequence_scores_at, with_sequence_exits, with_token_exits
@@ -43,6 +58,12 @@ def check(args) -> tuple[Path, LoopedConfig, list[str], list[str]]:
         raise ValueError(f"num_loops={args.num_loops}: with a single loop there is nothing to exit from")
     if not 1 <= args.min_loops < args.num_loops:
         raise ValueError(f"--min-loops {args.min_loops} must be at least 1 and below num_loops={args.num_loops}")
+    for mean in args.mean_loops:
+        if not args.min_loops <= mean < args.num_loops:
+            raise ValueError(
+                f"--mean-loops {mean:g} must be at least --min-loops {args.min_loops} and below "
+                f"num_loops={args.num_loops}: at that no token exits"
+            )
     check_counts(args, ("sequences", "length", "batch_size", "repeats"))
     if config.position_embedding == "learned" and args.length > config.max_position_embeddings:
         raise ValueError(
@@ -127,25 +148,43 @@ def mean_readouts(rule, loops: torch.Tensor, scores_at, num_loops: int) -> float
     return (before[loops.cpu() - 1] + 1).double().mean().item()
 
 
-def rules_of(units: Units, names: list[str], budgets: list[float], args, config) -> dict:
-    """Return {(criterion, budget): calibrated rule}."""
-    rules = {}
-    for name, budget in itertools.product(names, budgets):
-        threshold = calibrate(name, units, budget, args.min_loops)
-        rules[name, budget] = ExitRule(name, threshold, args.min_loops).checked(config, args.num_loops)
+def rules_of(units: Units, names: list[str], budgets: list[float], args, config) -> list[tuple[dict, ExitRule]]:
+    """Return, for each criterion that has one, the rule that is calibrated for what was asked, {"budget": 0.01} or
+    {"wanted_loops": 2}."""
+    asked = [{"budget": budget} for budget in budgets] + [{"wanted_loops": mean} for mean in args.mean_loops]
+    rules = []
+    for name, aim in itertools.product(names, asked):
+        find, value = (calibrate, aim["budget"]) if "budget" in aim else (calibrate_loops, aim["wanted_loops"])
+        threshold = find(name, units, value, args.min_loops)
+        if threshold is not None:
+            rules.append((aim, ExitRule(name, threshold, args.min_loops).checked(config, args.num_loops)))
     return rules
 
 
-def result_row(budget: float, rule, units: Units, scored, at_full_depth: float, scores_at, config, args) -> dict:
-    """Return a row of results. units: calibration slice; scored: other slice, whose perplexity is `at_full_depth`."""
+def out_of_reach(units: Units, names: list[str], unit: str, args) -> list[str]:
+    """Name the criteria of which no threshold has as few loops as --mean-loops says."""
+    least = {name: least_loops(name, units, args.min_loops) for name in names}
+    return [
+        f"at {mean:g} mean loops of {unit} {name} is left out: the least that a threshold reaches is {least[name]:.4g}"
+        for name, mean in itertools.product(names, args.mean_loops)
+        if calibrate_loops(name, units, mean, args.min_loops) is None
+    ]
+
+
+def result_row(aim: dict, rule, units: Units, scored, at_full_depth: float, scores_at, config, args) -> dict:
+    """Return a row of results. aim: what the rule was calibrated for; units: calibration slice; scored: other slice,
+    whose perplexity is `at_full_depth`."""
     loops, found = scored.loops.double().mean().item(), mean_perplexity(scored.losses)
-    calibrated = perplexity_at(exit_loops(rule, units.scores[rule.name]), units.losses)
+    loops_before = exit_loops(rule, units.scores[rule.name])
+    calibrated = perplexity_at(loops_before, units.losses)
+    of_calibration = {} if "budget" in aim else {"calibrated_loops": loops_before.double().mean().item()}
     full = flops_per_token(config, args.length, args.num_loops, 1)
     readouts = mean_readouts(rule, scored.loops, scores_at, args.num_loops)
     return {
         "criterion": rule.name,
-        "budget": budget,
+        **aim,
         "threshold": rule.threshold,
+        **of_calibration,
         "calibrated_ratio": calibrated / mean_perplexity(units.losses[-1]),
         "perplexity": found,
         "ratio": found / at_full_depth,
@@ -159,7 +198,7 @@ def sequence_level(model, calibration: Units, rows: torch.Tensor, names: list[st
     depths, size = range(1, args.num_loops + 1), args.batch_size
     rules = rules_of(calibration, names, args.budget, args, model.config)
     runs = {k: partial(at_depth, model, num_loops=k, batch_size=size) for k in depths}
-    for rule in set(rules.values()):  # budgets may share a threshold
+    for rule in {rule for _, rule in rules}:  # budgets may share a threshold
         runs[rule] = partial(with_sequence_exits, model, rule=rule, num_loops=args.num_loops, batch_size=size)
     warm_ups = [partial(run, rows[:size]) for run in runs.values()]
     seconds, scored = least_seconds({k: partial(run, rows) for k, run in runs.items()}, args.repeats, warm_ups)
@@ -171,9 +210,9 @@ def sequence_level(model, calibration: Units, rows: torch.Tensor, names: list[st
         row = {"loops": k, "perplexity": found, "ratio": found / at_full_depth}
         fixed.append({**row, "speedup": full / seconds[k], "tokens_per_second": tokens / seconds[k]})
     halting = []
-    for (_, budget), rule in rules.items():
+    for aim, rule in rules:
         scores_at = partial(sequence_scores_at, rule)
-        row = result_row(budget, rule, calibration, scored[rule], at_full_depth, scores_at, model.config, args)
+        row = result_row(aim, rule, calibration, scored[rule], at_full_depth, scores_at, model.config, args)
         speed = {"measured_speedup": full / seconds[rule], "tokens_per_second": tokens / seconds[rule]}
         halting.append(row | speed)
     return fixed, halting
@@ -182,16 +221,19 @@ def sequence_level(model, calibration: Units, rows: torch.Tensor, names: list[st
 def token_level(
     model, calibration: Units, rows: torch.Tensor, names: list[str], at_full_depth: float, args
 ) -> list[dict]:
-    """Measure tokens that exit, for the first budget only, as in --write. at_full_depth: perplexity without exits."""
+    """Measure tokens that exit, for the first budget only, as in --write, and for all of --mean-loops.
+    at_full_depth: perplexity without exits."""
     found = []
     rules = rules_of(calibration, names, args.budget[:1], args, model.config)
-    for (_, budget), rule in progress(rules.items(), "tokens that exit"):
+    for aim, rule in progress(rules, "tokens that exit"):
         scored = with_token_exits(model, rows, rule, args.num_loops, args.batch_size)
-        found.append(result_row(budget, rule, calibration, scored, at_full_depth, rule.scores_at, model.config, args))
+        found.append(result_row(aim, rule, calibration, scored, at_full_depth, rule.scores_at, model.config, args))
     return found
 
 
 # Output
+
+LEAVING = "sequences that leave the batch when their mean score passes the threshold"
 
 # saved fields of exits, and of drafts, which cannot be combined with exits
 REPLACED = (*EXIT_FIELDS, "num_loops", "draft_loops", "draft_tokens")
@@ -199,12 +241,12 @@ REPLACED = (*EXIT_FIELDS, "num_loops", "draft_loops", "draft_tokens")
 
 def write_threshold(model, folder: Path, criterion: str, rows: list[dict], args) -> str:
     """Save the exits calibrated for tokens as the default of generate; return what was done in words."""
-    if criterion == BEST:
-        row = cheapest(rows)
-        if row["predicted_speedup"] <= 1:
-            return "nothing is written: no criterion is predicted to save more than it costs (name one to insist)"
-    else:
-        row = next(row for row in rows if row["criterion"] == criterion)
+    among = [row for row in rows if criterion in (BEST, row["criterion"])]
+    if not among:
+        return "nothing is written: no threshold has so few loops"
+    row = best_at_equal_loops(among) if "wanted_loops" in among[0] else cheapest(among)
+    if criterion == BEST and row["predicted_speedup"] <= 1:
+        return "nothing is written: no criterion is predicted to save more than it costs (name one to insist)"
     if not math.isfinite(row["threshold"]):
         return f"nothing is written: within the budget no token may exit by {row['criterion']}"
     chosen = {"exit_criterion": row["criterion"], "exit_threshold": row["threshold"], "min_loops": args.min_loops}
@@ -223,6 +265,8 @@ def write_threshold(model, folder: Path, criterion: str, rows: list[dict], args)
 def cell(key: str, value) -> str:
     if key == "budget":
         return f"{100 * value:g} %"
+    if key == "wanted_loops":
+        return f"{value:g}"
     if isinstance(value, float) and not math.isfinite(value):
         return "never"
     if isinstance(value, float):
@@ -241,6 +285,10 @@ def next_command(args, fixed: list[dict], tokens: list[dict]) -> str:
     """Return the command that uses the result: exits if they gain, else the fixed depth that is enough."""
     if args.write is not None:
         return typed("looped chat", args.model)
+    if not args.budget:
+        mean = tokens[0]["wanted_loops"]
+        best = best_at_equal_loops(at_first(tokens, "wanted_loops"))
+        return typed("looped halting", args.model, "--mean-loops", f"{mean:g}", "--write", best["criterion"])
     if exits_gain(fixed, tokens, args.budget[0]):
         return typed("looped halting", args.model, "--write")
     return typed("looped chat", args.model, "--num-loops", shallowest_depth(fixed, args.budget[0]))
@@ -248,6 +296,17 @@ def next_command(args, fixed: list[dict], tokens: list[dict]) -> str:
 
 def exits(unit: str, rows: list[dict]) -> list[dict]:
     return [{"exits": f"each {unit}", **row} for row in rows]
+
+
+def split(rows: list[dict]) -> tuple[list[dict], list[dict]]:
+    """Return the rows of budgets, and those of mean loops, each of these together."""
+    of_loops = [row for row in rows if "wanted_loops" in row]
+    return [row for row in rows if "budget" in row], sorted(of_loops, key=lambda row: row["wanted_loops"])
+
+
+def at_first(rows: list[dict], key: str) -> list[dict]:
+    """Return the rows with the same value as the first one."""
+    return [row for row in rows if row[key] == rows[0][key]]
 
 
 def run(args) -> Path:
@@ -260,31 +319,44 @@ def run(args) -> Path:
     model = LoopedForCausalLM.from_pretrained(folder, **asked).to(args.device).eval()
 
     measured = measure(model, calibration_rows, args.num_loops, names, args.batch_size)
-    fixed, halting = sequence_level(model, measured.sequences(), rows, names, args)
-    tokens = token_level(model, measured.tokens(), rows, names, fixed[-1]["perplexity"], args)
+    parts = {"sequences": measured.sequences(), "tokens": measured.tokens()}
+    missed = {unit: out_of_reach(units, names, unit, args) for unit, units in parts.items()}
+    if not args.budget and len(missed["tokens"]) == len(names) * len(args.mean_loops):
+        raise ValueError(f"{'; '.join(missed['tokens'])}. Raise --mean-loops, or name other --criteria")
+    notes += sum(missed.values(), [])
+    fixed, found = sequence_level(model, parts["sequences"], rows, names, args)
+    halting, sequences_at_loops = split(found)
+    tokens, tokens_at_loops = split(token_level(model, parts["tokens"], rows, names, fixed[-1]["perplexity"], args))
 
     print(f"{args.model}: two slices of {args.sequences} sequences of {args.length} tokens, {args.read}")
     for note in notes:
         print(f"note: {note}")
-    of_budget = [row for row in halting if row["budget"] == args.budget[0]]
     print("\nfixed depth", table(fixed), sep="\n")
-    print("\nsequences that leave the batch when their mean score passes the threshold", table(of_budget), sep="\n")
-    print("\ntokens that exit by themselves, as in generate", table(tokens), sep="\n")
+    for sequence_rows, token_rows in (
+        (at_first(halting, "budget"), tokens),
+        (sequences_at_loops, tokens_at_loops),
+    ):
+        if sequence_rows:
+            print(f"\n{LEAVING}", table(sequence_rows), sep="\n")
+        if token_rows:
+            print("\ntokens that exit by themselves, as in generate", table(token_rows), sep="\n")
 
     asked = {key: value for key, value in vars(args).items() if key not in ("output", "write", "read", "command")}
-    content = {
-        **asked,
-        "text": args.read,
-        "notes": notes,
-        "result": {"fixed": fixed, "halting": exits("sequence", halting), "tokens": exits("token", tokens)},
-    }
+    result = {"fixed": fixed, "halting": exits("sequence", halting), "tokens": exits("token", tokens)}
+    if args.mean_loops:
+        of_tokens = exits("token", tokens_at_loops)
+        result["at_mean_loops"] = {"sequences": exits("sequence", sequences_at_loops), "tokens": of_tokens}
+    content = {**asked, "text": args.read, "notes": notes, "result": result}
     write_json(output / "halting.json", content, args.command, digits=6)
     name = folder.resolve().parent.name if folder.name == "final" else folder.resolve().name
     write_page(name, content, output)
     print("", *(output / f"halting.{kind}" for kind in ("json", "svg", "html")), sep="\n")
     if args.write is not None:
-        print(write_threshold(model, folder, args.write, tokens, args))
-    say_result(conclusion(fixed, tokens, args.budget[0], args.num_loops), next_command(args, fixed, tokens))
+        asked_first = tokens or [row for row in tokens_at_loops if row["wanted_loops"] == args.mean_loops[0]]
+        print(write_threshold(model, folder, args.write, asked_first, args))
+    said = [conclusion(fixed, tokens, args.budget[0], args.num_loops)] if args.budget else []
+    said += [conclusion_at_loops(fixed, tokens_at_loops)] if tokens_at_loops else []
+    say_result(" ".join(said), next_command(args, fixed, tokens or tokens_at_loops))
     return output
 
 

@@ -1,4 +1,4 @@
-"""Summarizes the result in one sentence."""
+"""Summarizes the result in a few sentences."""
 
 from looped_eval.common.findings import loops_in_words
 
@@ -10,6 +10,10 @@ def shallowest_depth(fixed: list[dict], budget: float) -> int:
 
 def cheapest(tokens: list[dict]) -> dict:
     return max(tokens, key=lambda row: row["predicted_speedup"])
+
+
+def best_at_equal_loops(tokens: list[dict]) -> dict:
+    return min(tokens, key=lambda row: row["perplexity"])
 
 
 def exits_gain(fixed: list[dict], tokens: list[dict], budget: float) -> bool:
@@ -37,3 +41,20 @@ def conclusion(fixed: list[dict], tokens: list[dict], budget: float, num_loops: 
         return f"{found}; no smaller fixed depth is."
     verdict = "Exits need fewer loops" if exits_gain(fixed, tokens, budget) else "Exits gain nothing over that"
     return f"{found}. A fixed depth of {shallowest} stays within that too. {verdict}."
+
+
+def conclusion_at_loops(fixed: list[dict], tokens: list[dict]) -> str:
+    """Name the criterion with the lowest perplexity at each mean number of loops, beside the fixed depth if there is
+    one.
+
+    tokens: for each criterion and number of loops, the results of its calibrated threshold on other text.
+    """
+    said = []
+    for wanted in dict.fromkeys(row["wanted_loops"] for row in tokens):
+        best = best_at_equal_loops([row for row in tokens if row["wanted_loops"] == wanted])
+        words = f"Calibrated to {wanted:g} mean loops, {best['criterion']} has the lowest perplexity"
+        words += f", {best['perplexity']:.2f} in {best['mean_loops']:.2f} loops"
+        at_depth = {row["loops"]: row["perplexity"] for row in fixed}.get(wanted)
+        words += "" if at_depth is None else f"; a fixed depth of {wanted:g} has {at_depth:.2f}"
+        said.append(f"{words}.")
+    return " ".join(said)

@@ -1,8 +1,9 @@
-"""Early exit within a budget: `looped halting MODEL [TEXT...] [--budget 0.01] [--write]`.
+"""Early exit within a budget: `looped halting MODEL [TEXT...] [--budget 0.01] [--mean-loops 1.5 2] [--write]`.
 
 MODEL is a saved model or the folder of its training run, TEXT txt, jsonl, parquet or a dataset (default: what the run
 held out for validation). On one slice of the text, every exit criterion gets the threshold with the fewest loops whose
-perplexity is at most 1 + budget times that of full depth; on another slice, without overlap, this is measured:
+perplexity is at most 1 + budget times that of full depth, or for each of --mean-loops the threshold whose mean loops
+are nearest to it and not above (equal compute); on another slice, without overlap, this is measured:
 
     sequences   text is scored, and a sequence leaves its batch when the mean score of its tokens passes the threshold
                 (readout blind spot, appendix H); the speed-up is over scoring the same batches at full depth
@@ -20,14 +21,18 @@ from looped_recipes.common.command_line import Parser, folder
 
 BEST = "the cheapest"
 SEQUENCES, LEAST_SEQUENCES = 64, 8  # in a slice
+BUDGETS = [0.01, 0.003, 0.03]
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = Parser("eval.halting", __doc__)
     parser.add_argument("model")
     parser.add_argument("text", nargs="*", help="default: what the training run held out")
-    budgets = "how much worse perplexity may be, 0.01 for 1 %%; those after the first add points to the picture"
-    parser.add_argument("--budget", type=float, nargs="+", default=[0.01, 0.003, 0.03], help=budgets)
+    budgets = "how much worse perplexity may be, 0.01 for 1 %%; those after the first add points to the picture; "
+    budgets += f"default: {' '.join(map(str, BUDGETS))}, or none beside --mean-loops"
+    parser.add_argument("--budget", type=float, nargs="+", help=budgets)
+    means = "also or instead: mean loops to compare criteria at, e.g. 1.5 2 3"
+    parser.add_argument("--mean-loops", type=float, nargs="+", default=[], metavar="LOOPS", help=means)
     parser.add_argument("--criteria", nargs="+", help="default: all")
     parser.add_argument("--num-loops", type=int, help="full depth; default: that of the model")
     parser.add_argument("--min-loops", type=int, default=1)
@@ -41,8 +46,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16", "float64"], default="float32")
     parser.add_device()
     parser.add_trust()
-    write = "store the threshold that this criterion has for tokens; without a name, the cheapest criterion"
+    write = "store the threshold that this criterion has for tokens at the first budget; without a name, the cheapest "
+    write += "criterion. Without budgets: at the first of --mean-loops, that with the lowest perplexity"
     parser.add_argument("--write", nargs="?", const=BEST, metavar="CRITERION", help=write)
     place = "folder for halting.json and halting.svg; default: eval/ of the training run"
     parser.add_argument("--output", type=folder, help=place)
-    return parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
+    if args.budget is None:
+        args.budget = [] if args.mean_loops else BUDGETS
+    return args

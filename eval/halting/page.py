@@ -9,7 +9,7 @@ from looped_recipes.common.chart import Chart, Line, named, save_charts
 from looped_recipes.common.files import write_whole
 from looped_recipes.common.words import counted, percent
 
-from .conclusion import conclusion
+from .conclusion import conclusion, conclusion_at_loops
 
 
 EXPLANATION = Explanation(
@@ -24,7 +24,9 @@ COLUMNS = {
     "loops": "loops",
     "criterion": "criterion",
     "budget": "budget",
+    "wanted_loops": "loops asked for",
     "threshold": "threshold",
+    "calibrated_loops": "loops calibrated",
     "mean_loops": "mean loops",
     "perplexity": "perplexity",
     "ratio": "against full depth",
@@ -84,14 +86,37 @@ def finding(result: dict) -> str:
 
 def findings(content: dict) -> list[str]:
     """Summarize tokens that exit as in generate, and scored sequences. content: content of halting.json."""
-    result = content["result"]
-    of_tokens = conclusion(
-        result["fixed"], result["tokens"], result["tokens"][0]["budget"], result["fixed"][-1]["loops"]
-    )
-    return [f"Tokens: {in_words(of_tokens)}", f"Sequences: {finding(result)}"]
+    result, found = content["result"], []
+    fixed, tokens = result["fixed"], result["tokens"]
+    if tokens:
+        of_tokens = conclusion(fixed, tokens, tokens[0]["budget"], fixed[-1]["loops"])
+        found += [f"Tokens: {in_words(of_tokens)}", f"Sequences: {finding(result)}"]
+    at_loops = conclusion_at_loops(fixed, rows_at_loops(result, "tokens"))
+    return [*found, f"Tokens: {in_words(at_loops)}"] if at_loops else found
+
+
+def rows_at_loops(result: dict, unit: str) -> list[dict]:
+    """Return the rows of --mean-loops, of which there are none without it."""
+    return result.get("at_mean_loops", {}).get(unit, [])
 
 
 def charts(result: dict) -> list[Chart]:
+    of_budget = charts_of_budget(result) if result["halting"] else []
+    at_loops = [chart_at_loops(result)] if rows_at_loops(result, "tokens") else []
+    return of_budget + at_loops
+
+
+def chart_at_loops(result: dict) -> Chart:
+    """Draw fixed depths as one line and each criterion as another, for tokens."""
+    rows = rows_at_loops(result, "tokens")
+    lines = [Line("fixed depth", [(row["loops"], row["ratio"]) for row in result["fixed"]], "ink")]
+    for i, name in enumerate(dict.fromkeys(row["criterion"] for row in rows)):
+        points = sorted((row["mean_loops"], row["ratio"]) for row in rows if row["criterion"] == name)
+        lines.append(Line(in_words(name), points, named(i)))
+    return Chart("Tokens at equal loops: low is good", "mean loops", "perplexity, full depth: 1", lines)
+
+
+def charts_of_budget(result: dict) -> list[Chart]:
     """Draw fixed depths as one line and each criterion as another through its budgets; right and low is good."""
     fixed, budget = result["fixed"], result["halting"][0]["budget"]
 
@@ -118,17 +143,26 @@ def charts(result: dict) -> list[Chart]:
 def sections(content: dict) -> list[Section]:
     """Return the sections of the page. content: content of halting.json."""
     result = content["result"]
-    budget = result["halting"][0]["budget"]
-    first, others = ([row for row in result["halting"] if (row["budget"] == budget) == own] for own in (True, False))
+    explained = [EXPLANATION] if result["halting"] else []
     parts = [
-        Section("Exits and fixed depths", [Charts(charts(result)), EXPLANATION]),
+        Section("Exits and fixed depths", [Charts(charts(result)), *explained]),
         Section("Fixed depth", [table(result["fixed"])]),
-        Section("Tokens that exit by themselves, as in generate", [table(result["tokens"])]),
-        Section(
-            "Sequences that leave their batch",
-            [table(first), *([Folded("Other budgets", table(others))] if others else [])],
-        ),
     ]
+    if result["halting"]:
+        budget = result["halting"][0]["budget"]
+        first, others = (
+            [row for row in result["halting"] if (row["budget"] == budget) == own] for own in (True, False)
+        )
+        parts += [
+            Section("Tokens that exit by themselves, as in generate", [table(result["tokens"])]),
+            Section(
+                "Sequences that leave their batch",
+                [table(first), *([Folded("Other budgets", table(others))] if others else [])],
+            ),
+        ]
+    for unit in ("tokens", "sequences"):
+        if rows := rows_at_loops(result, unit):
+            parts.append(Section(f"{unit.capitalize()} at equal loops", [table(rows)]))
     where = f"{content['sequences']} sequences of {content['length']} tokens in each slice, {content['text']}."
     notes = [Text(f"{note[0].upper()}{note[1:]}.") for note in content.get("notes", [])]
     return [*parts, Section("How it was measured", [Text(where), *notes])]

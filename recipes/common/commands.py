@@ -16,7 +16,7 @@ COMMANDS = {
     "budget": ("looped_eval.budget", "models and seeds side by side over depth"),
     "core": ("looped_eval.core", "CORE and CORE-extended"),
     "statistics": ("looped_eval.statistics", "two models over the same questions"),
-    "halting": ("looped_eval.halting", "thresholds of early exit for a budget of perplexity"),
+    "halting": ("looped_eval.halting", "thresholds of early exit for a budget of perplexity or loops"),
     "benchmark": ("looped_eval.benchmark", "speed and memory as ratios"),
     "gpu": ("looped_eval.gpu", "tests, benchmarks and trainings on a GPU, and what fell short"),
     "diagnose": ("looped_eval.diagnose", "the papers' measurements on one model"),
