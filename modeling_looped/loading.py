@@ -1,6 +1,7 @@
 """Loading that refuses a checkpoint which does not fit, instead of filling gaps with fresh weights."""
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Collection
 from contextvars import ContextVar
 from pickle import UnpicklingError
 from typing import Any
@@ -18,6 +19,8 @@ from .overrides import PACKAGE
 # in the code beside a saved model it stays empty.
 OPENERS: dict[str, Callable] = {}
 STRICTLY: ContextVar[tuple[str, str] | None] = ContextVar("path and class of what is loaded strictly", default=None)
+# parameters that are filled rather than loaded, as they should be, and so are not reported as missing
+FILLED: ContextVar[Collection[str]] = ContextVar("names of parameters that are filled by design", default=())
 
 
 # the classes of auto_classes.py, which imports this file, by their names in config.json
@@ -190,7 +193,7 @@ class StrictLoadingMixin:
         elif refuses:
             refuse_class_of_others(pretrained_model_name_or_path, cls, model.config.architectures)
             cls.refuse_misfits(pretrained_model_name_or_path, model, info)
-        refuse_unset_parameters(model, info["missing_keys"])
+        refuse_unset_parameters(model, {*info["missing_keys"], *FILLED.get()})
         return (model, info) if wants_info else model
 
     @classmethod
@@ -203,6 +206,7 @@ class StrictLoadingMixin:
             missing = sum(sizes.get(name, 0) for name in info.missing_keys)
             most = info.missing_keys if missing > sum(sizes.values()) / 2 else ()
             refuse_tensors_that_do_not_fit(*loaded, most, (), info.mismatched_keys)
+        model._keys_to_ignore_on_load_missing |= {f"^{re.escape(name)}$" for name in FILLED.get()}
         of_transformers: Any = super()
         return of_transformers._finalize_model_loading(model, *args, **kwargs)
 

@@ -9,7 +9,7 @@ import shutil
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -492,6 +492,48 @@ def test_a_dense_config_tells_the_looped_one():
     config = LlamaConfig(**SIZES)
     assert FAMILIES["llama"].fields(config)["hidden_size"] == 32
     assert LoopedConfig(num_loops=1).loop_change_gate is False
+
+
+def said_of(load, *arguments, **options) -> str:
+    with LoggingLevel(logging.WARNING), CaptureLogger(logging.get_logger("transformers")) as said:
+        load(*arguments, **options)
+    return said.out
+
+
+NEW_AND_NEUTRAL = [
+    {"loop_lora_rank": 4},
+    {"loop_embedding": "learned"},
+    {"loop_embedding": "time"},
+    {"loop_embedding": "modulation"},
+    {"inter_loop_norm": "own"},
+    {"injection": "concat", "loop_change_gate": True, "loop_norms": True},
+    {"prelude_norm": True, "injection": "add", "injection_norm": True},
+]
+
+
+@pytest.mark.parametrize("options", NEW_AND_NEUTRAL, ids=str)
+def test_what_is_new_and_starts_as_it_should_is_not_called_missing(options):
+    dense = dense_model()
+    assert said_of(LoopedForCausalLM.from_dense, dense, num_loops=2, **options) == ""
+    model = LoopedForCausalLM.from_dense(dense, num_loops=2, **options)
+    assert all(tensor.isfinite().all() for tensor in model.state_dict().values())
+    if "prelude_norm" not in options:
+        torch.testing.assert_close(logits(model, num_loops=1), logits(dense))
+
+
+def test_what_is_new_and_random_is_called_missing(tmp_path):
+    """And, once the model is saved, whatever is missing in the folder, of which the dense model knew nothing."""
+    dense = dense_model()
+    said = said_of(LoopedForCausalLM.from_dense, dense, num_loops=2, loop_lora_rank=4, value_embeddings=True)
+    assert "MISSING" in said and "value_embeds" in said and "loop_deltas" not in said
+    model = LoopedForCausalLM.from_dense(dense, num_loops=2, loop_lora_rank=4)
+    name = next(name for name in model.state_dict() if ".loop_deltas." in name)
+    model.save_pretrained(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    save_file(without(name, stored), tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=f"missing from it: {name}"):
+        LoopedForCausalLM.from_pretrained(tmp_path)
+    assert "loop_deltas" in said_of(LoopedForCausalLM.from_pretrained, tmp_path, strict=False)
 
 
 def test_nothing_that_is_set_afterwards_is_called_missing():

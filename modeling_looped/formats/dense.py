@@ -27,6 +27,7 @@ from transformers.modeling_utils import PreTrainedModel
 from ..causal_lm import LoopedForCausalLM
 from ..config_relations import MOST_LAYERS
 from ..configuration_looped import LoopedConfig
+from ..loading import FILLED
 from ..tensors import wide_dtype
 from .families import Family, family_of
 from .layer_choice import SECTIONS, LayerChoice, choose_layers
@@ -44,6 +45,8 @@ OF_DENSE_MODELS = frozenset(
 )
 LAYER = r"model\.layers\.(\d+)\.(.+)"
 OF_LOADING = frozenset("revision token cache_dir local_files_only force_download subfolder".split())
+# new parameters that start as zero or one, or as one of two factors of which the other is zero
+NEUTRAL = r"\.(loop_deltas|loop_embedding|modulation)\.|norm\.\w+$"
 FRESH_STATE = ("add", "diagonal")  # injections that pass the input on unchanged if the state is zero
 
 
@@ -89,7 +92,12 @@ def from_dense(
     del dense, layers  # this frees the layers that are left out
 
     attention: dict[str, Any] = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
-    model: Any = cls.from_pretrained(None, config=start.config, state_dict=state, dtype=to_dtype, **attention)
+    new = shapes_of(start.config).keys() - state.keys()
+    before = FILLED.set([name for name in new if re.search(NEUTRAL, name)])
+    try:
+        model: Any = cls.from_pretrained(None, config=start.config, state_dict=state, dtype=to_dtype, **attention)
+    finally:
+        FILLED.reset(before)
     model.config._name_or_path = model.name_or_path = ""  # from no folder; transformers would write "None"
     if per_loop is not None:
         set_loop_residuals(model, per_loop)
