@@ -19,6 +19,7 @@ from looped_recipes.common.console import COMMANDS
 from looped_recipes.demo.page import answers, exits
 from looped_recipes.settings.paths import recipe_file
 from modeling_looped import LoopedConfig, LoopedForCausalLM, save_public
+from modeling_looped.exit_criteria import CRITERIA, ExitRule
 from tests.helpers import tiny_config, tiny_model
 
 
@@ -68,12 +69,29 @@ def folder_of_models(tmp_path_factory) -> Path:
     return folder
 
 
+def probe(model, name: str):
+    """Decode and score with a criterion that reads a layer of the model's own, as a page has it."""
+    model.probe = torch.nn.Linear(model.config.hidden_size, 1)
+    torch.nn.init.zeros_(model.probe.weight)
+    ids, seen = torch.tensor([[5, 6, 7]]), set()
+    for bias, loops in ((1.0, 1), (-1.0, model.config.num_loops)):
+        torch.nn.init.constant_(model.probe.bias, bias)
+        given = {"exit_criterion": name, "exit_threshold": 0.0, "return_dict_in_generate": True}
+        written = model.generate(ids, prompt_loops=1, max_new_tokens=3, min_new_tokens=3, do_sample=False, **given)
+        seen |= {loops - depth for depth in written.token_loops[0, 1:].tolist()}
+        seen |= {loops - depth for depth in model(ids, exit_rule=ExitRule(name, 0.0)).token_loops[0].tolist()}
+    assert seen == {0}
+
+
 @pytest.mark.parametrize("page", PAGES_WITH_PYTHON)
 def test_code_runs(page, folder_of_models, monkeypatch):
     """All Python of a page as one script."""
     monkeypatch.chdir(folder_of_models)
-    names = {}
+    names, known = {}, set(CRITERIA)
     exec(compile("\n".join(blocks(page, "python")), page, "exec"), names)
+    for name in CRITERIA.keys() - known:
+        probe(names["model"], name)
+        del CRITERIA[name]
     if "model" in names:
         assert names["model"].config.model_type == "looped"
     if page == "docs/train.md":
