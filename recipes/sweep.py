@@ -12,7 +12,8 @@ training.max_loss; it is recorded and left out of the plot. On several GPUs: `ac
 looped_recipes.sweep ...`. Results: runs/<sweep>/results.jsonl, one line per run with its last metrics, and, with
 `plot`, an SVG of the final validation loss against x (residual scaling, figure 5) and optima.json, the x with the
 least loss of a curve and its interval. Settings that are neither x, curve nor panel, such as seeds, count as
-replicas.
+replicas. Where runs differ in training.seed alone, the last lines say what every other setting changes, in pairs of
+equal seeds and with an interval over seeds; `looped report runs/<sweep>` has the tables.
 
 `--runner slurm` submits the runs that are missing as an array of jobs, waits for them and does the rest here. Settings
 of the jobs are those of submitit: slurm.partition=gpu slurm.time=600 (minutes) slurm.gpus_per_node=1

@@ -36,13 +36,13 @@ from looped_eval.claims.rules import (
     Effect,
     Estimate,
     Near,
-    over_seeds,
     ratio_of_spreads,
     share,
     verdict,
 )
 from looped_eval.claims.slope import with_interval_of_fit
 from looped_eval.claims.sweeps import shortened
+from looped_recipes.common.intervals import over_seeds
 from looped_recipes.common.metrics import read_metrics
 from modeling_looped import LoopedConfig, LoopedForCausalLM
 from tests.helpers_processes import import_paths

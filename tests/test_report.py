@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 from html.parser import HTMLParser
 
 import pytest
@@ -56,14 +57,14 @@ def make_report(folders, output=None):
     return report.main([*map(str, folders), *(["--output", str(output)] if output else [])])
 
 
-def make_run(folder, loops=3, losses=None, finished=True, validation=True, lr=0.01):
+def make_run(folder, loops=3, losses=None, finished=True, validation=True, lr=0.01, seed=0, held_out=None):
     """The folder of a small run of `recipes.pretrain`, without weights."""
     fields = {"hidden_size": 64, "vocab_size": 99, "num_attention_heads": 4, "num_loops": loops, "injection": "add"}
     recipe = recipe_from_dict(
         {
             "model": fields,
             "data": {"sequence_length": 32, "source": "<b>text</b>"},
-            "training": {"rows_per_step": 4, "output_dir": str(folder)},
+            "training": {"rows_per_step": 4, "output_dir": str(folder), "seed": seed, "max_loss": 9.0},
             "optimizer": {"lr": lr},
         }
     )
@@ -82,7 +83,7 @@ def make_run(folder, loops=3, losses=None, finished=True, validation=True, lr=0.
     if validation:
         depths = {f"validation/loss_at_{k}": 4 - 0.125 * k for k in range(1, 2 * loops + 1)}
         bits = {f"validation/bits_per_byte_at_{k}": 2 - 0.0625 * k for k in range(1, 2 * loops + 1)}
-        records.append({"step": len(losses) - 1, **depths, **bits, "validation/loss": 4 - 0.125 * loops})
+        records.append({"step": len(losses) - 1, **depths, **bits, "validation/loss": held_out or 4 - 0.125 * loops})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     return folder
 
@@ -169,6 +170,75 @@ def test_a_sweep_is_all_its_runs(tmp_path):
     page = page_of(tmp_path / "sweep")
     assert page.cells[1:3] == ["lr=0.01", "lr=0.02"]
     assert (tmp_path / "sweep" / "report.html").is_file()
+
+
+def make_ablation(folder, losses: dict):
+    """losses: {(loops, lr, seed): loss}. The sweep has 4 loops before 3."""
+    for (loops, lr, seed), loss in losses.items():
+        make_run(folder / f"loops={loops}_lr={lr}_seed={seed}", loops, lr=lr, seed=seed, held_out=loss)
+    names = [f"loops={loops}_lr={lr}_seed={seed}" for loops, lr, seed in losses]
+    (folder / "results.jsonl").write_text("".join(json.dumps({"name": name}) + "\n" for name in names))
+    return folder
+
+
+ABLATION = {  # by loops and rate, of three seeds
+    (4, 0.01): (3.0, 3.1, 3.2),
+    (4, 0.02): (2.9, 3.1, 3.0),  # -0.1, 0 and -0.2 against the rate 0.01
+    (3, 0.01): (3.2, 3.4, 3.3),  # +0.2, +0.3 and +0.1 against 4 loops
+    (3, 0.02): (3.2, 3.2, 3.2),  # 0, -0.2 and -0.1; +0.3, +0.1 and +0.2
+}
+
+
+def test_seeds_are_replicas(tmp_path):
+    """By seed, the rate changes -0.05, -0.1 and -0.15 over both depths, and one loop less +0.25, +0.2 and +0.15: both
+    have a deviation of 0.05. Student's 97.5 % of two degrees of freedom is 4.30265, so that the intervals reach 0.1242
+    far, and that of the first mean, whose losses have a deviation of 0.1, twice as far."""
+    losses = {(*setting, seed): loss for setting, of in ABLATION.items() for seed, loss in enumerate(of)}
+    folder = make_ablation(tmp_path / "a", losses)
+    assert report.headlines(open_runs([folder])) == [
+        "model.num_loops: 3 against 4: the loss changes by +0.2000 [+0.0758, +0.3242] over 3 seeds.",
+        "optimizer.lr: 0.02 against 0.01: no difference that 3 seeds tell (loss -0.1000 [-0.2242, +0.0242]).",
+    ]
+    page = page_of(folder)
+    assert page.cells[:5] == ["model.num_loops", "optimizer.lr", "seeds", "mean loss, 95 %", "diverged"]
+    assert page.cells[5:10] == ["4", "0.01", "3", "3.1000 [2.8516, 3.3484]", "0"]
+    assert page.cells[20:25] == ["3", "0.02", "3", "3.2000 [3.2000, 3.2000]", "0"]
+    assert page.cells[25 + 6 + 5] == "2 of 2" and "fewest" not in page.text
+
+
+def test_runs_that_diverged_or_go_on_are_in_no_mean(tmp_path):
+    losses = {(*setting, seed): loss for setting, of in ABLATION.items() for seed, loss in enumerate(of)}
+    folder = make_ablation(tmp_path / "a", losses | {(3, 0.02, 2): 9.5})  # above max_loss
+    (folder / "loops=3_lr=0.01_seed=2" / "diverged.txt").write_text("the loss of step 3 is nan")
+    shutil.rmtree(folder / "loops=4_lr=0.02_seed=2" / "final")
+    said = report.headlines(open_runs([folder]))
+    assert said[0] == (  # +0.25 and +0.2, and 12.7062 of one degree of freedom times 0.025
+        "model.num_loops: 3 against 4: no difference that 2 seeds tell (loss +0.2250 [-0.0927, +0.5427])."
+    )
+    assert said[2:] == [
+        "2 runs diverged, in no mean: loops=3_lr=0.01_seed=2, loops=3_lr=0.02_seed=2.",
+        "1 run without a last validation, in no mean: loops=4_lr=0.02_seed=2.",
+    ]
+    page = page_of(folder)
+    assert page.cells[15:20] == ["3", "0.01", "2", "3.3000 [2.0294, 4.5706]", "1"]  # 12.7062 * 0.1
+
+
+def test_one_seed_has_no_interval(tmp_path):
+    """Nothing else changes. Settings with one seed are compared in that seed where others have more."""
+    losses = {(loops, lr, 0): of[0] for (loops, lr), of in ABLATION.items()}
+    folder = make_ablation(tmp_path / "a", losses)
+    best, said, *rest = report.headlines(open_runs([folder]))
+    assert "needs the fewest bits per byte" in best and len(rest) == 4
+    assert said == "Each of these runs is one seed, which has no interval: other seeds may order them otherwise."
+    assert "Over seeds" not in page_of(folder).text
+    for seed in (1, 2):
+        make_run(folder / f"loops=3_lr=0.01_seed={seed}", lr=0.01, seed=seed, held_out=3.4)
+    assert report.headlines(open_runs([folder])) == [
+        "model.num_loops: 3 against 4: the loss changes by +0.2500 in one seed, which has no interval.",
+        "optimizer.lr: 0.02 against 0.01: the loss changes by -0.0500 in one seed, which has no interval.",
+    ]
+    (folder / "results.jsonl").write_text('{"other": 1}\n')  # then in the order of names
+    assert report.headlines(open_runs([folder]))[0].startswith("model.num_loops: 4 against 3")
 
 
 def test_task_results_of_every_depth(tmp_path):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from accelerate.state import AcceleratorState, PartialState
 
+from looped_recipes.common.replicas import Outcome, Replicas
 from looped_recipes.engine import sweeps
 from looped_recipes.engine.sweeps import DIVERGED, charts_of, load_sweep, optima, outcome, run_sweep
 from looped_recipes.plan import main as plan_main
@@ -266,6 +267,43 @@ def test_a_sweep_is_read_once_and_trains_to_the_end(tmp_path, monkeypatch):
     monkeypatch.setattr(sweeps, "run_all", train)
     run_sweep(str(path), [f"training.output_dir={tmp_path / 'runs'}"], None)
     assert (tmp_path / "runs" / "optima.json").is_file()
+
+
+def test_a_sweep_ends_with_what_seeds_tell(tmp_path, monkeypatch, capsys):
+    """The rate changes 0.3 and 0.5: 0.4 +- 12.7062 * 0.1, with Student's 97.5 % of one degree of freedom."""
+    losses = {(0.001, 0): 3.0, (0.001, 1): 3.2, (0.002, 0): 3.3, (0.002, 1): 3.7}
+
+    def found(run):
+        return {"loss": losses[run.settings["optimizer.lr"], run.settings.get("training.seed", 0)]}
+
+    monkeypatch.setattr(sweeps, "outcome", found)
+    path, folder = written(tmp_path, "grid: {optimizer.lr: [0.001, 0.002], training.seed: [0, 1]}"), tmp_path / "runs"
+    run_sweep(str(path), [f"training.output_dir={folder}"], None)
+    assert capsys.readouterr().out.splitlines()[-2:] == [
+        "optimizer.lr: 0.002 against 0.001: no difference that 2 seeds tell (loss +0.4000 [-0.8706, +1.6706]).",
+        f"the table: looped report {folder}",
+    ]
+    run_sweep(str(written(tmp_path, "grid: {optimizer.lr: [0.001, 0.002]}")), [f"training.output_dir={folder}"], None)
+    assert "against" not in capsys.readouterr().out
+
+
+def test_settings_that_change_together_are_one_axis():
+    """Such as those of a recipe of its own for some runs."""
+    settings = [{"model.preset": "rdm", "model.num_loops": 2}, {"model.preset": "lt", "model.injection": "add"}]
+    first, second = (
+        [Outcome(f"{i}", {**setting, "training.seed": seed}, 3.0 + i) for seed in (0, 1)]
+        for i, setting in enumerate(settings)
+    )
+    assert Replicas(first + second).sentences() == [
+        "model.preset, model.num_loops, model.injection: lt, not set, add against rdm, 2, not set: "
+        "the loss changes by +1.0000 [+1.0000, +1.0000] over 2 seeds."
+    ]
+    assert Replicas(first).sentences() == ["Loss 3.0000 [3.0000, 3.0000] over 2 seeds."]
+    of_another_seed = Outcome("c", {**settings[1], "training.seed": 2}, 3.0)
+    (said,) = Replicas([*first, of_another_seed]).sentences()
+    assert said.endswith(": no two runs of one seed differ in this alone.")
+    diverged = Replicas([*first, of_another_seed._replace(loss=None)])
+    assert diverged.sentences() == ["1 run diverged, in no mean: c."]
 
 
 def test_the_run_that_cannot_begin_is_named(tmp_path, monkeypatch):

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from looped_recipes.common.chart import Chart
+from looped_recipes.common.intervals import over_seeds
 
-from .rules import AGREES, BY_CONSTRUCTION, UNMEASURED, UNREACHABLE, Estimate, Rule, over_seeds, verdict
+from .rules import AGREES, BY_CONSTRUCTION, UNMEASURED, UNREACHABLE, Estimate, Rule, verdict
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,11 @@ from pathlib import Path
 from statistics import fmean
 
 from looped_recipes.common.chart import Chart, Line, ordered
+from looped_recipes.common.intervals import over_seeds
 from looped_recipes.common.metrics import read_metrics, series
 
 from .definition import SIX_SEEDS, Beyond, Claim, Figure, Measurement, Paper, each_seed, loss_of, losses_by_name
-from .rules import AtMost, Differs, Effect, Estimate, Near, Rule, over_seeds, share
+from .rules import AtMost, Differs, Effect, Estimate, Near, Rule, share
 from .sweeps import commands_of, has_trained, read_with_frequencies, runs_of
 
 

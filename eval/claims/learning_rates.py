@@ -9,10 +9,11 @@ import math
 from statistics import fmean
 
 from looped_recipes.common.chart import Chart, Line, ordered
+from looped_recipes.common.intervals import over_seeds
 from looped_recipes.common.optimum import optimum, shift
 
 from .definition import SIX_SEEDS, Claim, Measurement, each_seed
-from .rules import Differs, Effect, Estimate, Near, over_seeds
+from .rules import Differs, Effect, Estimate, Near
 from .sweeps import commands_of, runs_of
 
 

@@ -1,4 +1,4 @@
-"""Estimates over seeds, and the rules that compare them with the claims of a paper.
+"""The rules that compare estimates over seeds with the claims of a paper.
 
 A rule sees the whole 95 % interval, never the mean alone. A single seed has no interval, so its verdict is `open`.
 """
@@ -6,58 +6,18 @@ A rule sees the whole 95 % interval, never the mean alone. A single seed has no 
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from statistics import fmean, median_low, stdev
-from typing import NamedTuple, Protocol
+from statistics import stdev
+from typing import Protocol
 
 from scipy.stats import beta
 from scipy.stats import f as fisher
-from scipy.stats import t as student
+
+from looped_recipes.common.intervals import LEVEL, Estimate
 
 
 AGREES, WEAKER, STRONGER, DISAGREES, OPEN = "agrees", "weaker", "stronger", "disagrees", "open"
 BY_CONSTRUCTION, UNMEASURED, UNREACHABLE = "by construction", "not measured", "not reachable here"
 VERDICTS = (AGREES, WEAKER, STRONGER, DISAGREES, OPEN, BY_CONSTRUCTION, UNMEASURED, UNREACHABLE)
-LEVEL = 0.95
-
-
-class Estimate(NamedTuple):
-    value: float
-    low: float | None  # None: a single value has no interval
-    high: float | None
-    seeds: int
-
-    @property
-    def words(self) -> str:
-        said = f"{self.value:.3g}"
-        return said if self.low is None else f"{said} [{self.low:.3g}, {self.high:.3g}]"
-
-
-def over_seeds(values: Iterable[float]) -> Estimate:
-    """Return the mean over seeds with Student's interval.
-
-    Where some values are infinite because runs collapsed, return the median instead, with an interval from the least
-    to the greatest value. This interval contains the median of all possible seeds with a probability of 1 - 2^(1 - n),
-    which reaches LEVEL with six seeds. With fewer seeds it is unbounded, unless all seeds give the same value.
-    """
-    values = list(values)
-    if len(values) > 1 and not all(map(math.isfinite, values)):
-        low, high = min(values), max(values)
-        if low != high and 1 - 2 ** (1 - len(values)) < LEVEL:
-            low, high = -math.inf, math.inf
-        return Estimate(median_low(values), low, high, len(values))
-    mean = fmean(values)
-    if len(values) < 2:
-        return Estimate(mean, None, None, len(values))
-    reach = students_reach(stdev(values) / len(values) ** 0.5, len(values) - 1)
-    return Estimate(mean, mean - reach, mean + reach, len(values))
-
-
-def students_reach(standard_error: float, degrees: int, candidates: int = 1) -> float:
-    """Return the distance from an estimate to either end of its interval.
-
-    candidates: the number of estimates from which this one was chosen by its value (Bonferroni).
-    """
-    return float(student.ppf(1 - (1 - LEVEL) / (2 * candidates), degrees)) * standard_error
 
 
 def share(count: int, of: int) -> Estimate:

@@ -2,9 +2,8 @@
 
 from collections.abc import Sequence
 
+from looped_recipes.common.intervals import Estimate, students_reach
 from looped_recipes.common.measures import power_law
-
-from .rules import Estimate, students_reach
 
 
 def slope(x: Sequence[float], y: Sequence[float]) -> float | None:

@@ -7,6 +7,7 @@ from looped_eval.common.page import Missing, Section, Table, Text
 from looped_eval.common.run_folder import BITS_AT, LOSS_AT, RunFolder
 from looped_recipes.common.command_line import typed
 from looped_recipes.common.metrics import depth_of_loss
+from looped_recipes.common.replicas import settings_of
 from looped_recipes.common.words import counted
 
 
@@ -81,11 +82,8 @@ def differences(runs: list[RunFolder]) -> Section | None:
     """Return a table of the settings in which the runs differ."""
     if len(runs) < 2:
         return None
-    settings = [
-        {f"{part}.{key}": value for part, values in run.recipe.items() for key, value in (values or {}).items()}
-        for run in runs
-    ]
-    keys = sorted({key for each in settings for key in each} - {"training.output_dir"})
+    settings = [settings_of(run.recipe) for run in runs]
+    keys = sorted({key for each in settings for key in each})
     rows = [
         [key, *(number(each.get(key)) for each in settings)]
         for key in keys

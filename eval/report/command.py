@@ -4,7 +4,7 @@ from pathlib import Path
 
 import yaml
 
-from looped_eval.common.page import Folded, Missing, Section, to_html, to_markdown
+from looped_eval.common.page import Folded, Missing, Section, Table, to_html, to_markdown
 from looped_eval.common.run_folder import RunFolder, open_runs
 from looped_recipes.common.command_line import say_result, typed
 from looped_recipes.common.files import write_whole
@@ -12,6 +12,7 @@ from looped_recipes.common.files import write_whole
 from .about import about, differences
 from .measured import accuracy, diagnostics, halting
 from .options import parse
+from .seeds import over_seeds
 from .training import gradients, headlines, norms, over_depth, training
 
 
@@ -22,7 +23,7 @@ def recipes(runs: list[RunFolder]) -> Section:
 
 
 def sections_of(runs: list[RunFolder], layer: int | None = None, clipped: bool = False) -> list[Section]:
-    parts = [about(runs), differences(runs), training(runs), over_depth(runs), norms(runs)]
+    parts = [over_seeds(runs), about(runs), differences(runs), training(runs), over_depth(runs), norms(runs)]
     parts += [gradients(runs, layer, clipped), accuracy(runs), halting(runs), *diagnostics(runs), recipes(runs)]
     parts = [part for part in parts if part is not None and part.blocks]
     lacking = [part for part in parts if all(isinstance(block, Missing) for block in part.blocks)]
@@ -53,7 +54,8 @@ def main(arguments: list[str]) -> Path:
         write_whole(args.markdown, to_markdown(title_of(runs), sections, headlines(runs)))
         print(f"Markdown: {args.markdown}")
     else:
-        print(about(runs).blocks[0].markdown())
+        tables = [block for block in (over_seeds(runs) or about(runs)).blocks if isinstance(block, Table)]
+        print("\n\n".join(table.markdown() for table in tables))
     print(f"\nthe page: {output}")
     say_result("\n".join(headlines(runs)) or "No validation was logged yet.", *next_commands(runs[0]))
     return output

@@ -3,8 +3,10 @@
 RUN is an output folder of looped pretrain, or of looped sweep for all its runs. The page holds training curves, loss
 over depth, norms of the state and of gradients (Fully Looped, figures 2, 3, 6 and 7), what differs between the runs,
 and, where the folder has them: lm-eval results (results*.json anywhere in it), what looped halting and looped diagnose
-found (eval/). What is missing is left out, with the command that makes it. The page is one file that needs no network
-and no JavaScript; --markdown gives the same tables as a section for a model card.
+found (eval/). Runs that differ in their seed alone are replicas: the page begins with the mean loss of every
+combination of settings and with what each setting changes, with intervals over seeds. What is missing is left out,
+with the command that makes it. The page is one file that needs no network and no JavaScript; --markdown gives the same
+tables as a section for a model card.
 """
 
 import argparse

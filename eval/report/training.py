@@ -11,6 +11,7 @@ from looped_eval.diagnose.figures import layer_name
 from looped_recipes.common.axis import written
 from looped_recipes.common.chart import Chart, Line, named, on_one_scale
 
+from . import seeds
 from .about import depth_table, missing, number, pretrain
 
 
@@ -45,6 +46,7 @@ DEPTH = Explanation(
     "Readout Blind Spot, table 11: 1 loop costs 0.00 nats beside 4 with normed readouts at every loop, 0.03 to 0.04 "
     "with raw ones, and 4 to 37 where only the last loop is trained.",
 )
+ONE_SEED = "Each of these runs is one seed, which has no interval: other seeds may order them otherwise."
 UNITS = {"bits per byte": BITS_AT, "cross-entropy": LOSS_AT}
 
 
@@ -53,8 +55,12 @@ def finite_by_number(run: RunFolder, prefix: str) -> dict[int, float]:
 
 
 def headlines(runs: list[RunFolder]) -> list[str]:
-    """Return sentences on the best run and on the best depth of each run."""
-    return [*best_run(runs), *best_depths(runs)]
+    """Return sentences on the best run and on the best depth of each run; or, where runs are seeds of the same
+    settings, on what the settings change."""
+    if found := seeds.sentences(runs):
+        return found
+    best = best_run(runs)
+    return [*best, *[ONE_SEED] * bool(best), *best_depths(runs)]
 
 
 def best_depths(runs: list[RunFolder]) -> list[str]:

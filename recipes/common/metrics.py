@@ -1,6 +1,7 @@
 """metrics.jsonl: one JSON object per line, with its step; trackers get the same values."""
 
 import json
+import math
 import re
 import sys
 from collections.abc import Iterable
@@ -100,3 +101,13 @@ def record_of(line: str) -> dict | None:
         return None
     has_step = isinstance(record, dict) and type(record.get("step")) is int
     return record if has_step else None
+
+
+def why_diverged(loss: float, most: float | None) -> str | None:
+    """Return why a run that ended at this validation loss counts as diverged; None if it does not.
+
+    most: training.max_loss of the run.
+    """
+    if not math.isfinite(loss):
+        return f"the run ended at a validation loss of {loss}"
+    return f"the run ended at {loss:.4f}, above training.max_loss={most}" if most is not None and loss > most else None

@@ -10,10 +10,12 @@ from typing import NamedTuple
 
 from looped_recipes.common.chart import Chart, Line, on_one_scale, ordered, save_charts
 from looped_recipes.common.checksums import change_of
+from looped_recipes.common.command_line import typed
 from looped_recipes.common.files import write_whole
-from looped_recipes.common.metrics import last_values, read_metrics
+from looped_recipes.common.metrics import last_values, read_metrics, why_diverged
 from looped_recipes.common.optimum import in_words, optimum, shifts
 from looped_recipes.common.provenance import provenance, write_json
+from looped_recipes.common.replicas import Outcome, Replicas, settings_of
 from looped_recipes.engine.checkpoint import named_checkpoints, read_marker
 from looped_recipes.engine.optimizers import refuse_idle_rate
 from looped_recipes.engine.peers import one_message
@@ -133,11 +135,8 @@ def outcome(run: Run) -> dict | None:
         if records and (not validations or validations[-1]["step"] < records[-1]["step"]):
             return None  # the last validation is unreadable: training rewrites it from its checkpoint
         loss = validations[-1]["validation/loss"] if validations else math.nan
-        limit = run.recipe.training.max_loss
-        if not math.isfinite(loss):
-            result["diverged"] = f"the run ended at a validation loss of {loss}"
-        elif limit is not None and loss > limit:
-            result["diverged"] = f"the run ended at {loss:.4f}, above training.max_loss={limit}"
+        if (why := why_diverged(loss, run.recipe.training.max_loss)) is not None:
+            result["diverged"] = why
         else:
             result["loss"] = loss
     return {**result, "metrics": last_values(records)}
@@ -271,7 +270,9 @@ def run_sweep(path: str, overrides: list[str], train_elsewhere: Callable[[list[R
     with one_message():
         results = run_all(runs)
     if is_main_process():
-        write_results(sweep, Path(runs[0].recipe.training.output_dir).parent, results)
+        folder = Path(runs[0].recipe.training.output_dir).parent
+        write_results(sweep, folder, results)
+        say_over_seeds(runs, results, folder)
 
 
 def write_results(sweep: SweepFile, folder: Path, results: list[dict]):
@@ -290,3 +291,15 @@ def write_results(sweep: SweepFile, folder: Path, results: list[dict]):
                 print(f"best {plot['x']}, {where}: {in_words(of_curve)}")
         write_json(folder / "optima.json", {"optima": found})
         print(f"drawn: {folder / 'results.svg'}")
+
+
+def say_over_seeds(runs: list[Run], results: list[dict], folder: Path):
+    """Say what each setting changes, over seeds, if combinations of settings have several."""
+    found = Replicas(
+        Outcome(run.name, settings_of(run.recipe.to_dict()), result["loss"])
+        for run, result in zip(runs, results)
+        if run.same_as is None
+    )
+    if found.several:
+        print("\n".join(found.sentences()))
+        print(f"the table: {typed('looped report', folder)}")
