@@ -5,17 +5,20 @@ import math
 import re
 import shutil
 from html.parser import HTMLParser
+from statistics import fmean
 
 import pytest
 import yaml
 
 from looped_eval.common.run_folder import RunError, RunFolder, open_runs
 from looped_eval.report import command as report
+from looped_eval.report.about import facts
 from looped_eval.report.measured import above_chance, results_of
 from looped_eval.report.training import best_run, clip_shares, gradient_blocks
 from looped_recipes.common.flops import sizes
-from looped_recipes.settings.recipe import recipe_from_dict
-from modeling_looped import LoopedConfig
+from looped_recipes.settings.costs import plan
+from looped_recipes.settings.recipe import load_recipe, recipe_from_dict
+from modeling_looped import LoopedConfig, depths_of_step
 
 
 VOID = {"meta", "br"}
@@ -187,6 +190,26 @@ ABLATION = {  # by loops and rate, of three seeds
     (3, 0.01): (3.2, 3.4, 3.3),  # +0.2, +0.3 and +0.1 against 4 loops
     (3, 0.02): (3.2, 3.2, 3.2),  # 0, -0.2 and -0.1; +0.3, +0.1 and +0.2
 }
+
+
+def test_the_mean_depth_is_that_of_what_is_drawn(tmp_path):
+    """Huginn's sampler draws one loop more than the mean of the recipe, and a maximum cuts its draws."""
+    run = make_run(tmp_path / "run")
+    drawn = {}
+    for maximum in (None, 8):
+        recipe = yaml.safe_load((run / "recipe.yaml").read_text())
+        recipe["depth"] = {"sampler": "poisson_lognormal", "mean": 4.0, "maximum": maximum}
+        (run / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+        (folder,) = open_runs([run])
+        drawn[maximum] = facts(folder)["depth in training"]
+        depths = depths_of_step("poisson_lognormal", 4.0, 1, 0, range(4000), maximum=maximum)
+        assert float(re.search(r"mean ([\d.]+)", drawn[maximum])[1]) == pytest.approx(fmean(depths), abs=0.15)
+        runnable = ["training.steps=20", "training.micro_batch_size=4", "data.tokenizer=words"]
+        assert plan(load_recipe(run / "recipe.yaml", runnable))["mean depth"] == folder.operations.mean_depth
+    assert drawn[None] == "poisson_lognormal, mean 5"
+    assert re.fullmatch(r"poisson_lognormal, mean 4\.\d+, none above 8", drawn[8])
+    shutil.rmtree(run / "final")
+    assert facts(open_runs([run])[0])["depth in training"] == drawn[8]  # while it is trained, too
 
 
 def test_seeds_are_replicas(tmp_path):

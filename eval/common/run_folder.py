@@ -102,6 +102,25 @@ class RunFolder:
         return rows * length if rows and length else None
 
     @cached_property
+    def operations(self):
+        """Return the operations of its recipe (settings/operations.py); None if the recipe or the sizes of the model
+        are not known."""
+        from looped_recipes.settings.operations import Operations
+        from looped_recipes.settings.recipe import RecipeError, recipe_of_run
+        from modeling_looped import LoopedConfig
+
+        if not self.recipe:
+            return None
+        try:
+            recipe = recipe_of_run(self.folder)
+            if not self.config and recipe.start is not None:
+                return None
+            config = LoopedConfig.from_pretrained(self.folder / "final") if self.config else recipe.model_config()
+        except RecipeError:  # a recipe of another version
+            return None
+        return Operations(recipe, config)
+
+    @cached_property
     def num_parameters(self) -> int | None:
         if not self.config:
             return None

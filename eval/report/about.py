@@ -5,6 +5,7 @@ import math
 from looped_eval.common import curves
 from looped_eval.common.page import Missing, Section, Table, Text
 from looped_eval.common.run_folder import BITS_AT, LOSS_AT, RunFolder
+from looped_recipes.common.axis import written
 from looped_recipes.common.command_line import typed
 from looped_recipes.common.metrics import depth_of_loss
 from looped_recipes.common.replicas import settings_of
@@ -28,10 +29,9 @@ def facts(run: RunFolder) -> dict[str, str]:
     tokens = run.tokens_per_step and run.steps * run.tokens_per_step
     optimizer, schedule = run.setting("optimizer.name"), run.setting("schedule.name")
     trained = run.trained_loops
-    sampler, mean_depth = run.setting("depth.sampler", "fixed"), run.setting("depth.mean") or trained or "–"
-    if sampler == "poisson_lognormal" and mean_depth != "–":
-        mean_depth += 1  # this sampler draws one loop more than the mean that papers and recipes state
-    most = run.setting("depth.maximum")
+    sampler, most = run.setting("depth.sampler", "fixed"), run.setting("depth.maximum")
+    most = f", none above {most}" if most else ""
+    depth = trained if run.operations is None else run.operations.mean_depth
     losses, bits = run.last_by_number(LOSS_AT), run.last_by_number(BITS_AT)
     read = depth_of_loss(losses, trained or 0) if losses else trained
     where = "" if read == trained else f" after {counted(read, 'loop')}"
@@ -41,7 +41,7 @@ def facts(run: RunFolder) -> dict[str, str]:
         "made by": pretrain(run) if run.recipe else "–",
         "parameters": number(run.num_parameters),
         "architecture": architecture(run.config),
-        "depth in training": f"{sampler}, mean {mean_depth}" + (f", none above {most}" if most else ""),
+        "depth in training": f"{sampler}, mean {'–' if depth is None else written(depth)}{most}",
         "data": f"{run.setting('data.source', '–')}, {number(tokens)} tokens seen",
         "training": f"{number(run.steps)} steps, {optimizer or '–'}, {schedule or '–'} schedule, "
         f"seed {run.setting('training.seed', '–')}",

@@ -11,7 +11,7 @@ from looped_recipes.common.flops import (
     sizes,
 )
 from looped_recipes.settings.estimates import kept_by_layers
-from looped_recipes.settings.operations import Operations, UnknownEpoch, drawn_depth
+from looped_recipes.settings.operations import Operations, UnknownEpoch
 from looped_recipes.settings.recipe import Recipe, RecipeError
 from looped_recipes.settings.run_checks import check_run
 
@@ -20,8 +20,8 @@ def plan(recipe: Recipe) -> dict:
     config = check_run(recipe)
     n = sizes(config)
     length = recipe.data.sequence_length
-    mean, window = recipe.mean_depth(config), recipe.backprop_loops(config)
-    depth, operations = drawn_depth(recipe, mean, window), Operations(recipe, config)
+    window, operations = recipe.backprop_loops(config), Operations(recipe, config)
+    depth = operations.mean_depth
     result = {
         "parameters": n.total,
         "parameters without embedding": n.without_embedding,

@@ -60,6 +60,12 @@ class Operations:
             self.recipe.training.freeze_all_but_gate,
         )
 
+    @property
+    def mean_depth(self) -> float:
+        """The mean depth that is drawn after the steps in which depths grow."""
+        recipe, config = self.recipe, self.config
+        return drawn_depth(recipe, recipe.mean_depth(config), recipe.backprop_loops(config))
+
     def of_run(self, steps: int, value_tables: bool = False) -> float:
         """Return the training operations of a run of `steps` steps."""
         growing = min(steps, self.ramp)
