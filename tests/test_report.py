@@ -15,6 +15,7 @@ from looped_eval.report import command as report
 from looped_eval.report.about import facts
 from looped_eval.report.measured import above_chance, results_of
 from looped_eval.report.training import best_run, clip_shares, gradient_blocks
+from looped_recipes.common.axis import written
 from looped_recipes.common.flops import sizes
 from looped_recipes.settings.costs import plan
 from looped_recipes.settings.recipe import load_recipe, recipe_from_dict
@@ -210,6 +211,24 @@ def test_the_mean_depth_is_that_of_what_is_drawn(tmp_path):
     assert re.fullmatch(r"poisson_lognormal, mean 4\.\d+, none above 8", drawn[8])
     shutil.rmtree(run / "final")
     assert facts(open_runs([run])[0])["depth in training"] == drawn[8]  # while it is trained, too
+
+
+def test_runs_at_equal_operations(tmp_path):
+    """3 loops for 20 steps of 128 tokens, of which each needs 6 operations for a parameter that it meets, and 3 times
+    4 * width * keys for every attention: 2 core layers are looped, and the unembedding is applied once."""
+    run = make_run(tmp_path / "run")
+    (folder,) = open_runs([run])
+    n, config = sizes(LoopedConfig.from_pretrained(run / "final")), folder.config
+    per_token = 6 * (3 * n.core + n.head) + 3 * 4 * 64 * 32 * 3 * config["num_core_layers"] + 6 * (n.outer + n.coda)
+    per_token += 3 * 4 * 64 * 32 * (config["num_prelude_layers"] + config["num_coda_layers"])
+    assert folder.operations.of_run(20) == 20 * 128 * per_token
+    said = facts(folder)["training FLOPs"]
+    assert said == f"{written(2560 * per_token)}, {written(per_token)} a token" and "×10" in said
+    page = page_of(run, make_run(tmp_path / "deeper", loops=6))
+    at = page.cells.index("training FLOPs")
+    assert page.cells[at + 1] == said != page.cells[at + 2]
+    shutil.rmtree(run / "final")
+    assert facts(open_runs([run])[0])["training FLOPs"] == "–"  # the sizes of the model are not known for sure
 
 
 def test_seeds_are_replicas(tmp_path):

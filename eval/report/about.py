@@ -32,6 +32,7 @@ def facts(run: RunFolder) -> dict[str, str]:
     sampler, most = run.setting("depth.sampler", "fixed"), run.setting("depth.maximum")
     most = f", none above {most}" if most else ""
     depth = trained if run.operations is None else run.operations.mean_depth
+    flops = run.operations.of_run(run.steps) if tokens and run.operations and run.config else None
     losses, bits = run.last_by_number(LOSS_AT), run.last_by_number(BITS_AT)
     read = depth_of_loss(losses, trained or 0) if losses else trained
     where = "" if read == trained else f" after {counted(read, 'loop')}"
@@ -43,6 +44,7 @@ def facts(run: RunFolder) -> dict[str, str]:
         "architecture": architecture(run.config),
         "depth in training": f"{sampler}, mean {'–' if depth is None else written(depth)}{most}",
         "data": f"{run.setting('data.source', '–')}, {number(tokens)} tokens seen",
+        "training FLOPs": f"{written(flops)}, {written(flops / tokens)} a token" if flops else "–",
         "training": f"{number(run.steps)} steps, {optimizer or '–'}, {schedule or '–'} schedule, "
         f"seed {run.setting('training.seed', '–')}",
         "training loss at the end": number(run.last("loss")),
