@@ -123,6 +123,11 @@ def test_the_same_settings_twice_are_refused(tmp_path):
             "plot: {x: optimizer.lr, curve: model.num_loops, panel: [optimizer.betas]}",
             "panel of plot must be numbers or words",
         ),
+        (
+            "grid: {model.injection: [add, concat], model.num_loops: [1]}\n"
+            "plot: {x: model.injection, curve: model.num_loops}",
+            "must be numbers above 0, got model.injection in .*: leave plot out, `looped report`",
+        ),
         ("grid: [", "is not YAML"),
     ],
 )

@@ -115,7 +115,10 @@ def check_plot(plot, entries: list[dict], path: Path):
             raise RecipeError(f"{path}: plot names {shortly(key)}, which is not a setting of every run")
     xs = [entry[plot["x"]] for entry in entries]
     if not all(is_number(x) and x > 0 for x in xs):
-        raise RecipeError(f"{path}: x of plot must be numbers above 0, got {plot['x']} in {shortly(xs)}")
+        raise RecipeError(
+            f"{path}: x of plot must be numbers above 0, got {plot['x']} in {shortly(xs)}: leave plot out, `looped "
+            "report` on the folder of the runs has a table with every value; or name it in curve or panel"
+        )
     curves = [entry[plot["curve"]] for entry in entries]
     if not all(map(is_number, curves)) and not all(isinstance(value, (str, bool)) for value in curves):
         raise RecipeError(f"{path}: curve of plot must be all numbers or all words, got {shortly(curves)}")
