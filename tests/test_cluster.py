@@ -5,8 +5,10 @@ from contextlib import redirect_stdout
 from dataclasses import fields
 
 import pytest
+from torch import nn
 
 from looped_recipes.common.cluster import Cluster, least_between, muon_flops, muon_shapes
+from looped_recipes.common.flops import sizes
 from looped_recipes.engine.optimizers import build_optimizers
 from looped_recipes.plan import ASSUMED, main
 from looped_recipes.settings.costs import on_cluster
@@ -42,6 +44,17 @@ def test_numbers_of_the_large_run():
     seconds = products + float(lines["Muon's iterations of a step"].split()[0])
     assert hours == pytest.approx((steps * seconds + steps / 500 * checkpoint / 5e9) / 3600, rel=0.01)
     assert float(lines["GPU hours"].split()[0].replace(",", "")) == pytest.approx(64 * hours, rel=0.01)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_table_is_multiplied_only_where_it_is_the_head(tied):
+    model = tiny_model(preset="parcae", tie_word_embeddings=tied)
+    tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
+    tables = {id(table) for table in tables if table is not model.lm_head.weight}
+    assert len(tables) > 1 - tied  # value embeddings too
+    n = sizes(model.config)
+    assert n.multiplied == sum(p.numel() for p in model.parameters() if id(p) not in tables)
+    assert n.without_embedding == n.total - model.get_input_embeddings().weight.numel()
 
 
 def test_muon_keeps_one_moment_of_what_is_counted():

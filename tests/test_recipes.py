@@ -446,9 +446,20 @@ def test_flt_trains_on_20_tokens_for_every_parameter():
     assert costs["steps"] == 20 * (without_embedding + 151_680 * 384) // 2**19 == 4848
     assert costs["tokens"] / 1e9 == pytest.approx(2.54, abs=0.005)
     costs = plan(load_recipe(RECIPES / "fully_looped/small_flt.yaml", ["training.count_embedding=false"]))
-    assert costs["parameters without embedding"] == without_embedding
+    assert costs["parameters without token embedding"] == without_embedding
     assert costs["steps"] == 20 * without_embedding // 2**19
     assert costs["tokens"] / 1e9 == pytest.approx(1.38, abs=0.005)
+
+
+def test_a_tied_embedding_is_counted_once_or_not_at_all():
+    """48 layers have the paper's 438M parameters, or 339.8M without the table that is embedding and head in one."""
+    path, blocks = RECIPES / "residual_scaling/48_layers.yaml", 48 * (4 * 768**2 + 3 * 768 * 2048 + 2 * 768) + 768
+    costs = plan(load_recipe(path))
+    assert costs["parameters"] == blocks + 128_256 * 768
+    assert costs["parameters without embedding and tied head"] == blocks == 339_813_120
+    length = ["training.steps=null", "training.tokens_per_parameter=20"]
+    for more, counted in ([], costs["parameters"]), (["training.count_embedding=false"], blocks):
+        assert plan(load_recipe(path, [*length, *more]))["steps"] == 20 * counted // (256 * 2048)
 
 
 def test_flt_recipes_are_what_its_code_runs():

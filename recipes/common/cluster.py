@@ -83,7 +83,7 @@ class Reckoned:
         # memory and disk
         self.state, self.checkpoint = 16 * p - 4 * self.muon_size, 12 * p - 4 * self.muon_size
         self.sharded = self.state / gpus + 8 * p
-        self.multiplied = run.sizes.without_embedding - run.sizes.value_tables
+        self.multiplied = run.sizes.multiplied
         self.row = run.kept * run.length
         self.kept = self.row * self.micro
         self.passing = 2 * self.multiplied + self.kept + LOGITS_AT_ONCE

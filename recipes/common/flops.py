@@ -35,7 +35,8 @@ class Sizes:
     core_keys: int  # the part of `core` that makes keys and values: once per loop that computes them
     coda: int  # coda and the projection before it: once per readout
     head: int  # norm and unembedding: once per readout
-    without_embedding: int  # total without the embedding; a tied embedding counts as the head
+    without_embedding: int  # total without the table of the token embedding, also where that table is the head too
+    multiplied: int  # all that matrix products and norms use: total without the tables that are only looked up
 
 
 def count_in_a_loop(core) -> int:
@@ -72,17 +73,18 @@ def sizes_of_new_model(config) -> Sizes:
     with torch.device("meta"):
         model = LoopedForCausalLM(config)
     trunk = model.model
-    total, embedding = count(model), count(trunk.embed_tokens)
+    total, embedding, tables = count(model), count(trunk.embed_tokens), count(getattr(trunk, "value_embeds", None))
     return Sizes(
         total=total,
         embedding=embedding,
-        value_tables=count(getattr(trunk, "value_embeds", None)),
+        value_tables=tables,
         outer=count(trunk.prelude) + count(trunk.prelude_norm),
         core=count_in_a_loop(trunk.core) + count(trunk.injection),
         core_keys=count_of_keys(trunk.core),
         coda=count(trunk.coda) + count(trunk.coda_proj),
         head=count(trunk.norm) + count(trunk.alpha_readout) + model.lm_head.weight.numel() + count(model.exit_gate),
-        without_embedding=total if config.tie_word_embeddings else total - embedding,
+        without_embedding=total - embedding,
+        multiplied=total - tables - (0 if config.tie_word_embeddings else embedding),
     )
 
 

@@ -22,9 +22,10 @@ def plan(recipe: Recipe) -> dict:
     length = recipe.data.sequence_length
     window, operations = recipe.backprop_loops(config), Operations(recipe, config)
     depth = operations.mean_depth
+    table = "embedding and tied head" if config.tie_word_embeddings else "token embedding"
     result = {
         "parameters": n.total,
-        "parameters without embedding": n.without_embedding,
+        f"parameters without {table}": n.without_embedding,
         "effective parameters": round(effective_parameters(config, depth)),
         "mean depth": depth,
         "loops with gradients": depth if window is None else min(window, depth),

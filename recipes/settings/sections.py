@@ -124,7 +124,7 @@ class TrainingConfig:
     epochs: float | None = None  # length of the run, in passes over the data
     flops: float | None = None  # length of the run, in training operations, see flops.py
     tokens_per_parameter: float | None = None  # length of the run
-    count_embedding: bool = True  # among the parameters of tokens_per_parameter
+    count_embedding: bool = True  # the token embedding's table, among the parameters of tokens_per_parameter
     rows_per_step: int = 64  # sequences per optimizer step, over all processes
     micro_batch_size: int = 8  # sequences per process and forward pass
     # compile blocks, once for all loops, injection and loss; cuda_graphs: and record what blocks do, for a GPU that
