@@ -129,7 +129,7 @@ def steps(monkeypatch):
 
 
 def reports_of(steps: Steps, monkeypatch) -> StepReports:
-    monkeypatch.setattr(reports_module, "reference_rate", lambda accelerator: 1.0)
+    monkeypatch.setattr(reports_module, "makers_rate", lambda device: 1.0)
     operations = SimpleNamespace(tokens_per_step=10, per_token=lambda step: 1.0)
     logged = {}
     reports = StepReports(steps, Monitor(), Progress(), logged.__setitem__, tqdm(disable=True), operations)

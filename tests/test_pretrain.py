@@ -24,7 +24,6 @@ from transformers import AutoTokenizer
 
 from looped_eval.common.model_folder import results_folder
 from looped_recipes import export
-from looped_recipes.common import hardware
 from looped_recipes.common.checksums import read_sealed, sealed
 from looped_recipes.common.errors import CommandError
 from looped_recipes.common.hardware import known_rate
@@ -47,6 +46,7 @@ from tests.helpers_processes import ROOT, import_paths, run_and_kill
 GOLDEN = Path(__file__).parent / "golden"
 NAMES = sorted(path.stem for path in SMOKE.glob("*.yaml") if path.stem not in ("base", "ouro_gate"))
 QUICK = ("huginn", "ouro", "readout_exit_weighted")  # that of Parcae is `whole_run`
+CPU = torch.device("cpu")
 
 
 def in_process(recipe, arguments, **kwargs):
@@ -310,9 +310,10 @@ def test_a_hub_that_refuses_is_found_before_training_and_loses_nothing_after(tra
     assert ModelCard.load(tmp_path / "run" / "final" / "README.md").data.license is None  # none was said
 
 
-def test_trackers_are_told_what_metrics_jsonl_is(training_text, tmp_path):
+def test_trackers_are_told_what_metrics_jsonl_is(training_text, tmp_path, monkeypatch):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+    monkeypatch.setattr(reports, "makers_rate", lambda device: 1e12)
     more = ["logging.trackers=[tensorboard]", "training.steps=3"]
     main([str(SMOKE / "lt.yaml"), *smoke_settings(training_text, tmp_path, *more)])
     (folder,) = {path.parent for path in tmp_path.rglob("events.out.tfevents.*") if path.parent.name == "looped"}
@@ -327,9 +328,9 @@ def test_trackers_are_told_what_metrics_jsonl_is(training_text, tmp_path):
 def test_the_speed_is_measured_where_a_step_is_logged_anyway(monkeypatch):
     """Not at a step that only the monitor reads, which by itself would be a slow one."""
     rates = []
-    monkeypatch.setattr(reports, "reference_rate", lambda accelerator: rates.append(1.0) or 1.0)
+    monkeypatch.setattr(reports, "makers_rate", lambda device: rates.append(1.0) or 1.0)
     recipe = load_recipe(SMOKE / "lt.yaml", ["logging.every=4", "logging.monitor_every=3"])
-    accelerator = SimpleNamespace(num_processes=1, is_main_process=True)
+    accelerator = SimpleNamespace(num_processes=1, is_main_process=True, device=CPU)
     steps = SimpleNamespace(recipe=recipe, accelerator=accelerator, total_steps=9)
     operations = SimpleNamespace(tokens_per_step=10, per_token=lambda step: 1.0 + step)
     logged, silent = {}, SimpleNamespace(warnings=lambda metrics: ())
@@ -340,14 +341,13 @@ def test_the_speed_is_measured_where_a_step_is_logged_anyway(monkeypatch):
     speeds = {step: metrics["tokens_per_second"] for step, metrics in logged.items() if "tokens_per_second" in metrics}
     assert list(speeds) == [0, 3, 7, 8]
     assert logged[7]["mfu"] == pytest.approx(speeds[7] * (5 + 6 + 7 + 8) / 4)  # of the four steps since
-    assert len(rates) == 1  # measured before the steps, not among them
+    assert len(rates) == 1  # asked before the steps, not among them
 
 
 def test_steps_longer_than_a_launcher_waits_are_told(monkeypatch):
-    monkeypatch.setattr(reports, "reference_rate", lambda accelerator: 1.0)
     clock, told = iter(range(0, 1000, 10)), []  # read at the start and at the end of each step
     monkeypatch.setattr(reports.time, "perf_counter", lambda: next(clock))
-    accelerator = SimpleNamespace(num_processes=1, is_main_process=True, print=told.append)
+    accelerator = SimpleNamespace(num_processes=1, is_main_process=True, print=told.append, device=CPU)
     recipe = load_recipe(SMOKE / "lt.yaml", ["logging.every=1"])
     steps = SimpleNamespace(recipe=recipe, accelerator=accelerator, total_steps=9)
     operations = SimpleNamespace(tokens_per_step=10, per_token=lambda step: 1.0)
@@ -384,10 +384,21 @@ def test_a_gpu_is_known_by_the_words_of_its_name(name, rate):
     assert known_rate(name) == rate
 
 
-def test_utilisation_is_of_the_precision_of_the_run(monkeypatch):
-    monkeypatch.setattr(hardware, "device_rate", lambda device, dtype: dtype)
-    found = [hardware.reference_rate(SimpleNamespace(device=None, mixed_precision=p)) for p in ("no", "bf16", "fp16")]
-    assert found == [torch.float32, torch.bfloat16, torch.float16]
+@pytest.mark.parametrize("device, name", [("cpu", None), ("cuda", "Tesla T4"), ("cuda", "NVIDIA L40")])
+def test_utilisation_is_told_where_the_makers_rate_is_known(device, name, monkeypatch):
+    """A rate that was measured before the run, of whatever else the machine did then, gave more than 100 %."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    clock = iter(range(100))  # a second for each step
+    monkeypatch.setattr(reports.time, "perf_counter", lambda: next(clock))
+    accelerator = SimpleNamespace(num_processes=2, is_main_process=True, device=torch.device(device))
+    steps = SimpleNamespace(recipe=load_recipe(SMOKE / "lt.yaml", []), accelerator=accelerator, total_steps=9)
+    operations = SimpleNamespace(tokens_per_step=10, per_token=lambda step: 18.1e12)
+    logged, bar = {}, tqdm(disable=True)
+    said = StepReports(steps, SimpleNamespace(warnings=lambda _: ()), Progress(), logged.__setitem__, bar, operations)
+    said.say(0, {"loss": 1.0, "loops": 2.0})
+    is_known = name == "NVIDIA L40"  # with 181 TFLOP/s
+    assert logged[0].get("mfu") == (0.5 if is_known else None)
+    assert bar.postfix == f"loss 1.000, 10 tok/s, {'MFU 50%, ' if is_known else ''}2.0 loops"
 
 
 def test_a_gpu_says_its_precision_and_how_it_has_another():

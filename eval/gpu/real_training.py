@@ -84,13 +84,14 @@ def train(setting: Setting) -> dict:
     records = read_metrics(folder / "metrics.jsonl")
     losses = [record["loss"] for record in records if "loss" in record]
     speed = statistics.median([record["tokens_per_second"] for record in records if "tokens_per_second" in record])
+    utilisations = [record["mfu"] for record in records if "mfu" in record]  # of a GPU whose rate is known
     of_step = run.recipe.training.rows_per_step * run.recipe.data.sequence_length / speed
     return {
         "steps": run.step - run.first,
         "seconds": seconds,
         "seconds_of_a_step": of_step,
         **(of_checkpoints(run.saves, run.step - run.first, of_step) if run.saves else {}),
-        "mfu_as_logged": statistics.median([record["mfu"] for record in records if "mfu" in record]),
+        **({"mfu_as_logged": statistics.median(utilisations)} if utilisations else {}),
         "tokens_per_second": speed,
         "finite": int(all(map(math.isfinite, losses))),
         "first_loss": losses[0],

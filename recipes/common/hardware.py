@@ -19,18 +19,15 @@ PEAK_FLOPS = {  # for 16-bit types, by words in a GPU's name
 }
 
 
-def reference_rate(accelerator) -> float:
-    """Return the rate of this process's device in the precision of its launch."""
-    halves = {"bf16": torch.bfloat16, "fp16": torch.float16}
-    return device_rate(accelerator.device, halves.get(accelerator.mixed_precision, torch.float32))
+def makers_rate(device: torch.device) -> float | None:
+    """Return the maker's bf16 figure of a known GPU. A measured rate is none that a run can be compared with: on a
+    processor that others use, the run is often faster than the few products of the measurement."""
+    return known_rate(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
 def device_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the operations per second of one device: the maker's bf16 figure for known GPUs, else measured."""
-    if device.type == "cpu":
-        return measured_rate(device, dtype)
-    known = known_rate(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-    return known or measured_rate(device, dtype, 8192)
+    """Return the operations per second of one device: the maker's figure for known GPUs, else measured."""
+    return makers_rate(device) or measured_rate(device, dtype, 1024 if device.type == "cpu" else 8192)
 
 
 def known_rate(name: str) -> float | None:

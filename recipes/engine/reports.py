@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from tqdm import tqdm
 
-from looped_recipes.common.hardware import reference_rate
+from looped_recipes.common.hardware import makers_rate
 from looped_recipes.settings.operations import Operations
 
 from .finite import ADVICE, Divergence
@@ -35,7 +35,8 @@ class StepReports:
 
     def __post_init__(self):
         self.recipe, self.accelerator = self.steps.recipe, self.steps.accelerator
-        self.peak = reference_rate(self.accelerator) * self.accelerator.num_processes
+        rate = makers_rate(self.accelerator.device)
+        self.peak = None if rate is None else rate * self.accelerator.num_processes
         self.start_clock()
 
     def hold(self, report: Report):
@@ -90,12 +91,15 @@ class StepReports:
         if is_timed:  # not at monitored steps too: the single step between both would be no measure of speed
             seconds = time.perf_counter() - self.clock
             speed = self.timed_steps * self.operations.tokens_per_step / seconds
-            metrics.update(tokens_per_second=speed, mfu=speed * self.timed_flops / self.timed_steps / self.peak)
+            metrics["tokens_per_second"], utilisation = speed, ""
+            if self.peak is not None:
+                metrics["mfu"] = speed * self.timed_flops / self.timed_steps / self.peak
+                utilisation = f"MFU {metrics['mfu']:.0%}, "
             if step > 0:  # the first one compiles
                 self.warn_of_long_steps(seconds / self.timed_steps)
             self.start_clock()
             self.bar.set_postfix_str(
-                f"loss {metrics.get('loss', math.nan):.3f}, {speed:.0f} tok/s, MFU {metrics['mfu']:.0%}, "
+                f"loss {metrics.get('loss', math.nan):.3f}, {speed:.0f} tok/s, {utilisation}"
                 f"{metrics['loops']:.1f} loops",
                 refresh=False,
             )
