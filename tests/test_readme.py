@@ -36,7 +36,8 @@ TEXT = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for 
 
 
 def blocks(page: str, language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", TEXT[page], flags=re.DOTALL)
+    fenced = re.findall(r"^ *```(\w*)\n(.*?)^ *```$", TEXT[page], flags=re.DOTALL | re.MULTILINE)
+    return [block for mark, block in fenced if mark == language]
 
 
 # Code
@@ -130,9 +131,11 @@ def test_commands_exist():
             looked_up += 1
         for target in re.findall(r"^make ([a-z-]+)\b", line):
             assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE), f"{page}: {line}"
-        for module in re.findall(r"\b-m ((?:recipes|eval|looped_recipes|looped_eval|tests)\.[\w.]+)", line):
+        for module in re.findall(r"(?:^|\s)-m ((?:looped_recipes|looped_eval|tests)\.[\w.]+)", line):
             assert find_spec(module), f"{page}: {line}"
             looked_up += 1
+        only_in_clone = re.search(r"(?:^|\s)(?:-m (?:recipes|eval)\b|(?:recipes|eval)\.[a-z_]+(?![\w.]))", line)
+        assert not only_in_clone, f"{page}: {line}: write looped NAME, or looped_recipes. and looped_eval."
     assert looked_up > 60
 
 
@@ -141,7 +144,7 @@ def test_recipes_exist():
     named = {
         (page, word)
         for page, line in written_commands()
-        if re.match(r"looped (pretrain|plan|sweep|prepare)|accelerate launch|python -m recipes", line)
+        if re.match(r"looped (pretrain|plan|sweep|prepare)|accelerate launch|python -m looped_recipes", line)
         for word in line.split()
         if re.fullmatch(r"[\w/.-]+/[\w.-]+\.yaml", word) and not re.search(r"\b[A-Z]+\b", word)
     }

@@ -1,4 +1,4 @@
-"""A dense model is trained, made to loop and trained on, on a CPU: `python -m recipes.retrofit.small [results.json]`.
+"""A dense model that is made to loop, on a CPU: `python -m looped_recipes.retrofit.small [results.json]`.
 
 A few minutes of one core. A Llama of six layers is trained from nothing and saved as transformers saves one;
 five of its layers become two before the loop, two in it and one after; it is trained on with depths that grow. Beside
