@@ -284,6 +284,8 @@ def test_the_command_measures_and_writes(tmp_path, capsys):
     before.generation_config.save_pretrained(folder)
     halting.run(halting.parse(command(folder, "--budget", "0.05", "--min-loops", "2", "--write", "entropy")))
     printed = capsys.readouterr().out
+    amount = f"12 rows to calibrate on and 12 to measure, of 10 tokens, by 9 of 10 criteria in {LOOPS} loops"
+    assert printed.splitlines()[0] == amount  # before what takes minutes
     assert "gate is left out" in printed and "fixed depth" in printed
     content = json.loads((tmp_path / "halting.json").read_text())
     result = content["result"]

@@ -315,6 +315,8 @@ def run(args) -> Path:
     check_writable(output)
     note_what_is_replaced(output / "halting.json", args.command)
     calibration_rows, rows = two_slices(args, folder, config)
+    amount = f"{len(calibration_rows)} rows to calibrate on and {len(rows)} to measure, of {args.length} tokens"
+    print(f"{amount}, by {len(names)} of {len(CRITERIA)} criteria in {args.num_loops} loops", flush=True)
     asked = {"dtype": getattr(torch, args.dtype), "trust_remote_code": args.trust_remote_code}
     model = LoopedForCausalLM.from_pretrained(folder, **asked).to(args.device).eval()
 
