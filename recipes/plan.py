@@ -70,7 +70,7 @@ def plan_recipe(path: str, overrides: list[str], cluster):
 
 def plan_sweep(path: str, overrides: list[str]):
     """Print a line for each run of a sweep, and the sum of the runs that are trained."""
-    from looped_recipes.engine.sweeps import load_sweep
+    from looped_recipes.engine.sweep_runs import load_sweep
     from looped_recipes.settings.costs import plan
     from looped_recipes.settings.estimates import UTILISATION, duration, own_rate
 

@@ -20,6 +20,7 @@ of the jobs are those of submitit: slurm.partition=gpu slurm.time=600 (minutes) 
 slurm.array_parallelism=16; several processes for each run: slurm.ntasks_per_node=4 slurm.gpus_per_node=4.
 """
 
+from collections.abc import Callable
 from functools import partial
 
 from looped_recipes.common.command_line import Parser, run_command
@@ -35,8 +36,6 @@ def main(arguments: list[str] | None = None):
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     parser.add_argument("--runner", choices=RUNNERS, default="local", help="where runs are trained; default: local")
     options = parser.parse_args(arguments)
-    from looped_recipes.engine.sweeps import run_sweep
-
     overrides = [each for each in options.overrides if not each.startswith(SLURM)]
     run_sweep(options.sweep, overrides, runner(options))
 
@@ -50,10 +49,24 @@ def runner(options):
         if own:
             raise RecipeError(f"{own[0]} would have no effect: add --runner slurm, or leave it out")
         return None
+    settings = dict(map(split_override, own))
+    return partial(on_slurm, settings={key.removeprefix(SLURM): value for key, value in settings.items()})
+
+
+def on_slurm(runs: list, settings: dict):
     from looped_recipes.engine.sweep_jobs import train_on_slurm
 
-    settings = dict(map(split_override, own))
-    return partial(train_on_slurm, settings={key.removeprefix(SLURM): value for key, value in settings.items()})
+    train_on_slurm(runs, settings)
+
+
+def run_sweep(path: str, overrides: list[str], train_elsewhere: Callable | None):
+    """Check the runs of a sweep, and only then import what trains them, which takes seconds."""
+    from looped_recipes.engine.sweep_runs import checked_sweep
+
+    sweep, runs = checked_sweep(path, overrides)
+    from looped_recipes.engine.sweeps import train_all
+
+    train_all(sweep, runs, train_elsewhere)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 import functools
 from pathlib import Path
 
-from looped_recipes.engine.sweeps import Run, load_sweep
+from looped_recipes.engine.sweep_runs import Run, load_sweep
 
 
 RECIPES = Path(__file__).parent.parent / "recipes"

@@ -15,9 +15,9 @@ from looped_recipes.engine.optimizers import (
     set_learning_rates,
 )
 from looped_recipes.engine.stable_adamw import StableAdamW
-from looped_recipes.engine.sweeps import run_sweep
 from looped_recipes.pretrain import main as pretrain
 from looped_recipes.settings.recipe import OptimizerConfig, RecipeError, ScheduleConfig, load_recipe
+from looped_recipes.sweep import run_sweep
 from modeling_looped import LoopedConfig
 
 from .helpers import tiny_model

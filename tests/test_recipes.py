@@ -19,7 +19,8 @@ from looped_recipes.common.activation_memory import kept_of_token
 from looped_recipes.common.axis import written
 from looped_recipes.common.files import check_writable
 from looped_recipes.engine.optimizers import build_schedulers, set_learning_rates
-from looped_recipes.engine.sweeps import load_sweep, optima
+from looped_recipes.engine.sweep_runs import load_sweep
+from looped_recipes.engine.sweeps import optima
 from looped_recipes.settings import estimates
 from looped_recipes.settings.costs import plan
 from looped_recipes.settings.foreign_keys import HERE, PLACES

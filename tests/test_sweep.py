@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from itertools import product
 from pathlib import Path
 
@@ -10,9 +12,11 @@ from accelerate.state import AcceleratorState, PartialState
 
 from looped_recipes.common.replicas import Outcome, Replicas
 from looped_recipes.engine import sweeps
-from looped_recipes.engine.sweeps import DIVERGED, charts_of, load_sweep, optima, outcome, run_sweep
+from looped_recipes.engine.sweep_runs import load_sweep
+from looped_recipes.engine.sweeps import DIVERGED, charts_of, optima, outcome
 from looped_recipes.plan import main as plan_main
 from looped_recipes.settings.recipe import RecipeError
+from looped_recipes.sweep import run_sweep
 from tests.helpers_pretrain import smoke_settings
 from tests.helpers_recipes import RECIPES, runs_of_sweep
 
@@ -309,6 +313,28 @@ def test_settings_that_change_together_are_one_axis():
     assert said.endswith(": no two runs of one seed differ in this alone.")
     diverged = Replicas([*first, of_another_seed._replace(loss=None)])
     assert diverged.sentences() == ["1 run diverged, in no mean: c."]
+
+
+REFUSED = """
+import sys
+from looped_recipes import sweep
+from looped_recipes.settings.recipe import RecipeError
+
+try:
+    sweep.main(sys.argv[1:])
+except RecipeError as error:
+    print(error)
+print(*sorted({"datasets", "scipy.stats", "looped_recipes.engine.training"} & sys.modules.keys()))
+"""
+
+
+@pytest.mark.parametrize("more", [[], ["--runner", "slurm"]], ids=["here", "slurm"])
+def test_a_sweep_is_refused_before_the_imports_of_training(more):
+    arguments = ["tasks/p_hop.sweep.yaml", "training.steps=6", *more]
+    done = subprocess.run([sys.executable, "-c", REFUSED, *arguments], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    refused, imported = done.stdout.splitlines()
+    assert "schedule.warmup_steps=20" in refused and "run of 6 steps" in refused and imported == ""
 
 
 def test_the_run_that_cannot_begin_is_named(tmp_path, monkeypatch):

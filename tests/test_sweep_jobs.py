@@ -14,7 +14,7 @@ import pytest
 
 from looped_recipes.common.errors import CommandError
 from looped_recipes.engine.sweep_jobs import jobs_under_way
-from looped_recipes.engine.sweeps import load_sweep
+from looped_recipes.engine.sweep_runs import load_sweep
 from looped_recipes.settings.recipe import RecipeError
 from looped_recipes.sweep import main
 from tests.helpers_pretrain import SMOKE, logged_losses, smoke_settings

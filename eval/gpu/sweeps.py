@@ -15,7 +15,7 @@ NORMS = ("residual_norm", "state_norm")
 
 def measurements(setting: Setting, sweep: str) -> Iterator[Measurement]:
     prepare_to_train(setting)
-    from looped_recipes.engine.sweeps import load_sweep
+    from looped_recipes.engine.sweep_runs import load_sweep
 
     path = ROOT / "recipes" / "gpu" / f"{sweep}.sweep.yaml"
     runs = load_sweep(path, overrides(setting, setting.out / "runs" / sweep, tiny_run(sweep)))

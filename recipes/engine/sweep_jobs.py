@@ -14,7 +14,8 @@ from looped_recipes.settings.recipe import RecipeError
 from looped_recipes.settings.sweep_files import JOBS
 
 from .interruption import Interrupted
-from .sweeps import Run, outcome, train
+from .sweep_runs import Run
+from .sweeps import outcome, train
 
 
 DEFAULTS = {"time": 24 * 60, "gpus_per_node": 1}

@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
-from typing import NamedTuple
 
 from looped_recipes.common.chart import Chart, Line, on_one_scale, ordered, save_charts
 from looped_recipes.common.checksums import change_of
@@ -17,76 +16,19 @@ from looped_recipes.common.optimum import in_words, optimum, shifts
 from looped_recipes.common.provenance import provenance, write_json
 from looped_recipes.common.replicas import Outcome, Replicas, settings_of
 from looped_recipes.engine.checkpoint import named_checkpoints, read_marker
-from looped_recipes.engine.optimizers import refuse_idle_rate
 from looped_recipes.engine.peers import one_message
 from looped_recipes.engine.resume import COMPARED_TRAINING, VALIDATION, comparable, differing, shown
 from looped_recipes.engine.saving import CheckpointError, is_main_process
 from looped_recipes.engine.training import RESULTS, Divergence, Pretraining
-from looped_recipes.settings.paths import named_in
 from looped_recipes.settings.recipe import Recipe, RecipeError, load_recipe
-from looped_recipes.settings.run_checks import check_run
-from looped_recipes.settings.sweep_files import OUTPUT, SweepFile, checked_name, checked_recipe, read_sweep
-from modeling_looped.optimization import depth_correction
+from looped_recipes.settings.sweep_files import SweepFile
+
+from .sweep_runs import Run
 
 
 DIVERGED = "diverged.txt"
 OUTCOME = ("loss", "diverged", "metrics")
 WITHOUT_EFFECT = ("cache_dir", "num_proc", "expected_tokens")  # data settings without effect on the loss
-
-
-class Run(NamedTuple):
-    name: str
-    settings: dict  # settings that distinguish it from other runs
-    path: Path  # path of the recipe
-    recipe: Recipe
-    same_as: str | None = None  # name of an earlier run with the same computation
-
-
-def load_sweep(path: str | Path, overrides=()) -> list[Run]:
-    return runs_of(read_sweep(path, overrides), overrides)
-
-
-def runs_of(sweep: SweepFile, overrides=()) -> list[Run]:
-    runs, first_of = {}, {}
-    for entry in sweep.entries:
-        settings = {key: value for key, value in entry.items() if key not in ("name", "recipe")}
-        own = checked_recipe(entry["recipe"], sweep.path) if entry.get("recipe") is not None else None
-        name = checked_name(entry["name"] if "name" in entry else described(own, settings), sweep.path)
-        if name in runs:
-            raise RecipeError(
-                f"{sweep.path}: two runs have the name {name!r}: take one of them out, or give them names of their own"
-            )
-        base = named_in(sweep.path, own or sweep.recipe)
-        changes = {**sweep.set, **settings, OUTPUT: str(sweep.folder / name)}
-        recipe = load_recipe(base, overrides, changes)
-        if any(override.startswith(f"{OUTPUT}=") for override in overrides):
-            recipe.training.output_dir = str(Path(recipe.training.output_dir) / name)
-        first = first_of.setdefault(computation(recipe), name)
-        runs[name] = Run(name, settings, base, recipe, None if first == name else first)
-    return list(runs.values())
-
-
-def described(recipe: str | None, settings: dict) -> str:
-    """Make a name for an unnamed run from its recipe and settings; slashes become underscores."""
-    words = [Path(recipe).stem] if recipe else []
-    words += [f"{key.split('.')[-1]}={value}" for key, value in settings.items()]
-    return "_".join(words).replace("/", "_").replace("\\", "_")
-
-
-def computation(recipe: Recipe) -> str:
-    """Return a text that is equal for recipes with the same computation: output folders are ignored, and residual
-    scaling settings count by their factors, not by their names."""
-    content, config = recipe.to_dict(), recipe.model_config()
-    content["training"]["output_dir"] = None
-    model = config.to_dict()
-    if config.residual_depth == "trained":
-        for name in ("residual_scaling", "residual_scale", "residual_reference_layers"):
-            model.pop(name)
-        correct = content["optimizer"].pop("correct_for_depth")
-        outside = config.residual_factor(1) if config.num_prelude_layers or config.num_coda_layers else None
-        core = config.residual_factor(config.trained_depth)
-        model["factors"] = [core, outside, depth_correction(config) if correct else 1.0]
-    return json.dumps({**content, "model": model}, sort_keys=True, default=str)
 
 
 def refuse_other_recipe(run: Run):
@@ -251,19 +193,9 @@ def columns_of(results: list[dict], plot: dict) -> int:
     return len({panel[-1:] for panel in panels_of(results, plot)})
 
 
-def run_sweep(path: str, overrides: list[str], train_elsewhere: Callable[[list[Run]], None] | None):
-    """Run a sweep and write its results. train_elsewhere: trains the missing runs; None trains them in this process,
-    one after the other."""
-    sweep = read_sweep(path, overrides)
-    runs = runs_of(sweep, overrides)
-    for run in runs:
-        if run.recipe.training.stop_after is not None:
-            raise RecipeError(
-                f"training.stop_after={run.recipe.training.stop_after} would leave run {run.name!r} of {sweep.path} "
-                "without a result: leave it out, a sweep that is interrupted goes on with the same command"
-            )
-        check_run(run.recipe)
-        refuse_idle_rate(run.recipe, {*run.settings, *(override.partition("=")[0] for override in overrides)})
+def train_all(sweep: SweepFile, runs: list[Run], train_elsewhere: Callable[[list[Run]], None] | None):
+    """Train the runs of a sweep that are missing and write all results. train_elsewhere: trains the missing runs; None
+    trains them in this process, one after the other."""
     missing = [run for run in runs if run.same_as is None and outcome(run) is None]
     if train_elsewhere is not None:
         train_elsewhere(missing)

@@ -22,7 +22,8 @@ from looped_recipes import export
 from looped_recipes.common.checksums import check_folder
 from looped_recipes.common.errors import CommandError
 from looped_recipes.engine.checkpoint import step_of
-from looped_recipes.engine.sweeps import Run, outcome
+from looped_recipes.engine.sweep_runs import Run
+from looped_recipes.engine.sweeps import outcome
 from looped_recipes.settings.recipe import load_recipe
 from tests.faults.campaign import Trial
 from tests.faults.tiny_run import REFUSALS, Runs, files_of

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import yaml
 
-from looped_recipes.engine.sweeps import load_sweep
+from looped_recipes.engine.sweep_runs import load_sweep
 from looped_recipes.settings.costs import plan
 from looped_recipes.settings.recipe import load_recipe
 from tests.faults.campaign import Trial

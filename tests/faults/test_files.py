@@ -29,7 +29,8 @@ from looped_recipes.engine.export import export_model
 from looped_recipes.engine.publish import without_places
 from looped_recipes.engine.resume import comparable, refuse_lost_run
 from looped_recipes.engine.saving import CheckpointError
-from looped_recipes.engine.sweeps import DIVERGED, Run, outcome, train
+from looped_recipes.engine.sweep_runs import Run
+from looped_recipes.engine.sweeps import DIVERGED, outcome, train
 from looped_recipes.settings.recipe import RecipeError, load_recipe
 from tests.faults.tiny_run import metrics_of
 from tests.helpers import tiny_model, wait_until
