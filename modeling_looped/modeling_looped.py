@@ -179,7 +179,8 @@ class LoopedModel(LoopedPreTrainedModel):
 
     @property
     def computes_again(self) -> bool:
-        return self.checkpoints_loops or any(getattr(block, "gradient_checkpointing", False) for block in self.core)
+        blocks = chain(self.prelude, self.core, self.coda)  # every_n_layers of transformers may leave out some
+        return self.checkpoints_loops or any(getattr(block, "gradient_checkpointing", False) for block in blocks)
 
     @config_defaults
     @captured

@@ -143,13 +143,17 @@ def test_both_names_of_the_cache():
             call(ids, **both)
 
 
-@pytest.mark.parametrize("of_loops", [False, True])
-def test_gradient_checkpointing_leaves_out_the_cache(of_loops):
-    model, ids = tiny_model().train(), random_ids(2, 8)
-    if of_loops:
+@pytest.mark.parametrize("again", ["blocks", "prelude", "core", "coda", "loops"])
+def test_gradient_checkpointing_leaves_out_the_cache(again):
+    """Also where only some blocks are computed again, as with every_n_layers of transformers."""
+    model, ids = tiny_model(num_prelude_layers=1, num_coda_layers=1).train(), random_ids(2, 8)
+    if again == "loops":
         model.model.checkpoints_loops = True
     else:
         model.gradient_checkpointing_enable()
+        for section in ("prelude", "core", "coda"):
+            for block in getattr(model.model, section):
+                block.gradient_checkpointing = again in ("blocks", section)
     cache = DynamicCache(config=model.config)
     outputs = model(ids, labels=ids, cache=cache)
     outputs.loss.backward()
