@@ -51,6 +51,30 @@ def check_computes_again(config, checkpoints_loops: bool):
     )
 
 
+def check_hooks_of_weights(blocks: list):
+    """Refuse hooks that reentrant checkpointing would call several times in one backward, with parts of a gradient.
+
+    blocks: as often as they run."""
+    seen = set()
+    for block in filter(is_reentrant, blocks):
+        hooked = {weight for weight in block.parameters() if weight._post_accumulate_grad_hooks}
+        refuse_if(
+            not hooked.isdisjoint(seen),
+            "use_reentrant=True computes the gradient of a block that runs several times in several parts, and hooks "
+            "on its weights (register_post_accumulate_grad_hook), such as the step of an optimizer within backward "
+            "(optim='galore_adamw_layerwise' and its like), would run after each of them: pass "
+            'gradient_checkpointing_kwargs={"use_reentrant": False}',
+        )
+        seen |= hooked
+
+
+def is_reentrant(block) -> bool:
+    if not getattr(block, "gradient_checkpointing", False):
+        return False
+    keywords = getattr(block._gradient_checkpointing_func, "keywords", {"use_reentrant": False})
+    return keywords.get("use_reentrant") is not False  # without it torch's are reentrant
+
+
 def leave_out_cache(cache):
     """Refuse a filled cache, warn that an empty one is unused: a pass that recomputes blocks would fill it twice."""
     if cache is None:

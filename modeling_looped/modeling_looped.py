@@ -33,6 +33,7 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 from .cache import CacheView, view_for_pass
 from .checks import (
     check_computes_again,
+    check_hooks_of_weights,
     check_inputs,
     check_layers,
     check_pass,
@@ -262,6 +263,9 @@ class LoopedModel(LoopedPreTrainedModel):
         """Return the cache of this pass and whether to make one; raise if the caller's cache cannot be filled."""
         if self.training and torch.is_grad_enabled() and self.computes_again:
             check_computes_again(self.config, self.checkpoints_loops)
+            loops = min(2, sum(tick.has_gradient for tick in plan.ticks))  # two stand for more
+            codas = loops if reads_every_loop else 1
+            check_hooks_of_weights([*self.prelude, *list(self.core) * loops, *list(self.coda) * codas])
             leave_out_cache(cache)  # blocks that run a second time would fill it twice
             cache, use_cache = None, False
         reason = why_no_cache(self.config, plan, reads_every_loop)

@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections import Counter
 
 import accelerate
 import pytest
@@ -380,6 +381,39 @@ def test_reentrant_checkpointing_changes_no_gradient(system):
         each(ids, labels=ids).loss.backward()
     gradients = ({name: p.grad for name, p in each.named_parameters()} for each in (model, checkpointed))
     torch.testing.assert_close(*gradients)
+
+
+# whose weights step, fields, arguments of the pass, whether reentrant checkpoints are refused
+STEPS_WITHIN_BACKWARD = {
+    "loops": ("core", {}, {}, True),
+    "one_loop": ("core", {}, {"num_loops": 1}, False),
+    "gradients_of_one_loop": ("core", {}, {"backprop_loops": 1}, False),
+    "tied_layers": ("tied", {}, {"num_loops": 1}, True),
+    "coda": ("coda", {}, {}, False),
+    "coda_after_all": ("coda", {"loop_loss": "per_loop"}, {}, True),
+}
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("case", STEPS_WITHIN_BACKWARD)
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_(en|dis)able` is deprecated")
+def test_weights_step_once_within_backward(case, reentrant):
+    """So do the optimizers of transformers that are called layerwise. Of a block that has several reentrant
+    checkpoints they would change the weights between one and the next."""
+    section, fields, how, refused = STEPS_WITHIN_BACKWARD[case]
+    model, ids, steps = build("plain", **SECTIONS, **fields).train(), random_ids(2, 6, VOCABULARY), Counter()
+    if section == "tied":
+        model.model.core[1] = model.model.core[0]
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    for weight in getattr(model.model, "coda" if section == "coda" else "core").parameters():
+        weight.register_post_accumulate_grad_hook(lambda weight: steps.update([weight]))
+    if refused and reentrant:
+        with pytest.raises(ValueError, match="gradient_checkpointing_kwargs=.*False"):
+            model(ids, labels=ids, **how)
+    else:
+        model(ids, labels=ids, **how).loss.backward()
+        assert steps and set(steps.values()) == {1}
 
 
 # TRL
