@@ -25,7 +25,15 @@ from .config_errors import LoopedConfigError, raise_value_errors
 from .config_layers import DerivedFields
 from .config_plans import fsdp_plan, tensor_parallel_plan
 from .config_relations import check_largest, check_relations
-from .foreign_names import ARGUMENTS_OF_TOKENIZERS, FIELD_OF, GENERATION_FIELDS, KEYS_OF_TOOLS, SPELLINGS_OF_EPS, meant
+from .foreign_names import (
+    ARGUMENTS_OF_LOADING,
+    ARGUMENTS_OF_TOKENIZERS,
+    FIELD_OF,
+    GENERATION_FIELDS,
+    KEYS_OF_TOOLS,
+    SPELLINGS_OF_EPS,
+    meant,
+)
 from .presets import PRESETS, preset_fields
 
 
@@ -393,8 +401,9 @@ class LoopedConfig(DerivedFields):
         if kwargs.get("return_unused_kwargs"):  # the caller gets the unused arguments back
             cls._refuse_misnamed(kwargs)
         else:
-            not_of_tokenizers = {name: value for name, value in kwargs.items() if name not in ARGUMENTS_OF_TOKENIZERS}
-            cls._check_names(not_of_tokenizers, "it is passed over")
+            of_others = ARGUMENTS_OF_TOKENIZERS | ARGUMENTS_OF_LOADING
+            own = {name: value for name, value in kwargs.items() if name not in of_others}
+            cls._check_names(own, "it is passed over")
         made = super().from_dict(config_dict, **kwargs)
         if "num_loops" in kwargs:
             config = made[0] if isinstance(made, tuple) else made

@@ -203,6 +203,16 @@ ARGUMENTS_OF_TOKENIZERS = frozenset(
     """.split()
 )
 
+# arguments of PreTrainedModel.from_pretrained: pipelines also pass them to the config, which they open first
+ARGUMENTS_OF_LOADING = frozenset(
+    """
+    state_dict ignore_mismatched_sizes output_loading_info device_map max_memory offload_folder offload_buffers
+    offload_state_dict low_cpu_mem_usage use_safetensors weights_only disable_mmap variant code_revision key_mapping
+    fusion_config adapter_kwargs adapter_name generation_config distributed_config device_mesh tp_plan tp_size
+    use_kernels allow_all_kernels kernel_config tqdm_class mirror from_tf from_flax
+    """.split()
+)
+
 # arguments that transformers, trainers and serving engines pass to any model's forward, which need not read them
 ARGUMENTS_OF_TOOLS = frozenset(
     """

@@ -1,11 +1,20 @@
 """A misspelt name, or what other libraries call a thing, is never passed over unheard; what tools pass is."""
 
+import inspect
 from dataclasses import fields
 
 import pytest
 import torch
 from lm_eval.models.huggingface import HFLM
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, configuration_utils
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    configuration_utils,
+    pipeline,
+)
 
 from looped_eval.harness.looped_lm import LoopedLM
 from modeling_looped import LoopedConfig, LoopedModel, configuration_looped, foreign_names, generation
@@ -137,6 +146,19 @@ def test_what_is_of_a_tokenizer_is_no_news(said, folder, monkeypatch):
     assert said == heard == []
     with pytest.raises(ValueError, match="`pad_token`; did you mean `pad_token_id`"):
         AutoModelForCausalLM.from_pretrained(folder, pad_token="<|eos|>")
+
+
+def test_what_is_of_loading_is_no_news(said, folder, tmp_path):
+    """Pipelines open the config, and the tokenizer, with it before the model."""
+    signature = inspect.signature(PreTrainedModel.from_pretrained).parameters.values()
+    named = {parameter.name for parameter in signature if parameter.kind is parameter.KEYWORD_ONLY} - {"config"}
+    assert named
+    AutoConfig.from_pretrained(folder, **dict.fromkeys(named - {"revision"}, False))
+    how = {"max_memory": {"cpu": 80_000}, "offload_folder": str(tmp_path), "low_cpu_mem_usage": True}
+    model = pipeline("text-generation", str(folder), device_map="auto", model_kwargs=how).model
+    assert said == [] and set(model.hf_device_map.values()) == {"cpu", "disk"}
+    pipeline("text-generation", str(folder), model_kwargs={"device_map": "cpu"})
+    assert said == []
 
 
 @pytest.mark.parametrize("name", ["loops", "n_layer", "num_loop"])
