@@ -17,6 +17,9 @@ from typing import Any, Literal
 from transformers import Trainer
 
 from .checks import refuse_if
+from .depth import check_depths
+from .loop_parameters import parameters_by_loop
+from .modeling_looped import LoopedModel
 from .samplers import depths_of_step, initial_state_of_step
 
 
@@ -51,6 +54,7 @@ class DrawnDepths:
 class OwnLoss:
     depths: DrawnDepths | None = None  # for training; None means the model's num_loops
     _place = (-1, 0)  # the step, and how many of its rows all processes have trained on
+    _ran: tuple[Any, int | None] = (None, None)  # num_loops and backprop_loops of the last pass
 
     def compute_loss(self, model, inputs, return_outputs: bool = False, num_items_in_batch=None):
         assert isinstance(self, Trainer)  # this class is mixed into one
@@ -81,7 +85,26 @@ class OwnLoss:
         inputs = {**inputs, "use_cache": False}
         if self.depths is not None and model.training:
             inputs |= self._drawn(model, inputs)
+        self._ran = inputs.get("num_loops"), inputs.get("backprop_loops")
         return Trainer.compute_loss(self, model, inputs, return_outputs, num_items_in_batch)
+
+    def floating_point_ops(self: Any, inputs: dict) -> float:
+        """Return what the Trainer sums up in `total_flos`: for every token 6 operations with each parameter that is no
+        embedding, and with those of a loop as many in every loop of the last pass, or 2 in loops without gradients.
+
+        Coda and head count once, also in losses over loops, which read them several times."""
+        operations = Trainer.floating_point_ops(self, inputs)  # with every parameter once; 0 without input_ids
+        trunks = [part for part in self.model.modules() if isinstance(part, LoopedModel)]
+        for trunk in trunks if operations else []:
+            num_loops, backprop_loops = self._ran
+            tokens, rows = inputs["input_ids"].numel(), len(inputs["input_ids"])
+            depths = check_depths(trunk.config.num_loops if num_loops is None else num_loops, rows)
+            with_gradient = [depth if backprop_loops is None else min(depth, backprop_loops) for depth in depths]
+            looped = sum(p.numel() for part in (trunk.core, trunk.injection) for p in part.parameters())
+            of_other_loops = sum(p.numel() - p[0].numel() for p in parameters_by_loop(trunk.core))
+            in_each = (2 * sum(depths) + 4 * sum(with_gradient)) / rows * (looped - of_other_loops)
+            operations += tokens * (in_each - 6 * looped)
+        return operations
 
     def _drawn(self: Any, model, inputs: dict) -> dict[str, Any]:
         """Draw by seed, step and row numbers, so that a resumed run draws the same as an uninterrupted one."""

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
@@ -18,6 +19,8 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     TorchAoConfig,
+    Trainer,
+    TrainingArguments,
 )
 from transformers.masking_utils import eager_mask
 from transformers.models.llama.modeling_llama import eager_attention_forward
@@ -378,6 +381,38 @@ def test_fine_tuning_at_drawn_depths(per, tmp_path):
         assert call["num_loops"] == (depth if per == "batch" else [depth]) and call["backprop_loops"] == 2
     noise = [call["initial_state"] for call in whole]
     assert not torch.equal(noise[0][:, :3], noise[1][:, :3]) and torch.equal(rest[0]["initial_state"], noise[4])
+
+
+OF_LOOPS = {"injection": "concat", "num_prelude_layers": 1, "num_coda_layers": 1}
+COUNTED = {  # fields, and how depths are drawn
+    "one_loop": ({"num_loops": 1}, None),
+    "several": ({"num_loops": 3}, None),
+    "without_gradients": ({"num_loops": 2}, ("fixed", 5, 1)),
+    "drawn": ({"num_loops": 2}, ("poisson", 4, 2)),
+    "deltas": ({"num_loops": 4, "loop_lora_rank": 8}, None),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("per", ["batch", "sequence"])
+@pytest.mark.parametrize("case", COUNTED)
+@pytest.mark.some(3)
+def test_operations_of_training_are_those_that_torch_counts(case, per, tmp_path):
+    """But for the products of attention, which transformers leaves out too."""
+    from modeling_looped.trainers import DrawnDepths, OwnLoss
+
+    fields, drawn = COUNTED[case]
+
+    class Training(OwnLoss, Trainer):
+        depths = drawn and DrawnDepths(drawn[0], mean=drawn[1], backprop_loops=drawn[2], per=per)
+
+    model = tiny_model(**OF_LOOPS, **fields)
+    rows = [{"input_ids": row, "labels": row} for row in random_ids(10, 6).tolist()]
+    arguments = {"max_steps": 3, "per_device_train_batch_size": 4, "use_cpu": True, "report_to": "none"}
+    trainer = Training(model, TrainingArguments(str(tmp_path), save_strategy="no", **arguments), train_dataset=rows)
+    with FlopCounterMode(display=False) as counter:
+        trainer.train()
+    assert trainer.state.total_flos == pytest.approx(counter.get_total_flops(), rel=0.03)
 
 
 def test_drawn_depths_do_not_go_with_a_prefix():
