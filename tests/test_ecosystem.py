@@ -416,6 +416,26 @@ def test_weights_step_once_within_backward(case, reentrant):
         assert steps and set(steps.values()) == {1}
 
 
+def test_what_peft_takes_of_layers():
+    peft = pytest.importorskip("peft")
+
+    def adapted(**fields) -> set[str]:
+        sizes = {"num_prelude_layers": 1, "num_core_layers": 2, "num_coda_layers": 1}
+        config = peft.LoraConfig(target_modules=["q_proj"], **fields)
+        model = peft.get_peft_model(build("plain", **sizes), config)
+        names = [name for name, _ in model.named_parameters() if "lora_A" in name]
+        return {name.removeprefix("base_model.model.model.").split(".self_attn")[0] for name in names}
+
+    assert adapted(layers_to_transform=[0]) == {"prelude.0", "core.0", "coda.0"}
+    assert adapted(layers_to_transform=[1]) == {"core.1"}
+    assert adapted(layers_to_transform=[0], layers_pattern="core") == {"core.0"}
+    with pytest.raises(ValueError, match="Could not locate the layers"):
+        adapted(layer_replication=[[0, 2], [1, 3]])
+    prompts = peft.AdaptionPromptConfig(adapter_len=2, adapter_layers=2, task_type="CAUSAL_LM")
+    with pytest.raises(ValueError, match="Unsupported model type for adaption prompt: 'looped'"):
+        peft.get_peft_model(build("plain"), prompts)
+
+
 # TRL
 
 
