@@ -591,3 +591,12 @@ def test_a_thousand_requests(served):
         answers = pool.map(lambda i: complete(client, "a b", 1 + i % 5, DEPTHS[i % len(DEPTHS)]), range(1000))
         assert [len(answer.token_loops) for answer in answers] == [1 + i % 5 for i in range(1000)]
     assert not passes.decoders and passes._rows == passes._tokens == 0
+
+
+def test_transformers_serve_opens_no_looped_folder(tmp_path):
+    """As docs/serve.md and docs/trouble.md say; if this fails, the sentences can go."""
+    manager = pytest.importorskip("transformers.cli.serving.model_manager").ModelManager("cpu", trust_remote_code=True)
+    tiny_model(vocab_size=30).save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(AttributeError, match="module transformers has no attribute LoopedForCausalLM"):
+        manager.load_model_and_processor(f"{tmp_path}@main")
