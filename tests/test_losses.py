@@ -304,6 +304,13 @@ def test_formula_at_every_depth(loss, run):
         assert_same(model, found, wanted)
 
 
+def test_losses_of_states_end_with_the_last_loop_of_a_row():
+    model, (ids, labels) = float64_model(**LOSSES["exit_weighted_all"]), batch()
+    depths = [1, 3, 2]
+    found = model(ids, labels=labels, num_loops=depths, output_logits=False).loss
+    assert_same(model, found, reference_loss(model, ids, labels, depths))
+
+
 @pytest.mark.parametrize("loss", LOSSES)
 def test_returned_logits_do_not_change_the_loss(loss):
     model = tiny_model(**LOSSES[loss])
@@ -343,6 +350,9 @@ def test_loop_losses_are_the_means_of_every_depth(loss):
     wanted = [torch.cat([row[k] for row in rows if k < len(row)]).mean() for k in range(3)]
     torch.testing.assert_close(output.loop_losses, torch.stack(wanted))
     assert not output.loop_losses.requires_grad
+    labels[1] = IGNORE  # of the only row that runs a third loop
+    found = model(ids, labels=labels, num_loops=[2, 3, 1], output_loop_losses=True).loop_losses
+    assert found.isnan().tolist() == [False, False, True]
 
 
 @pytest.mark.parametrize("loss", ["per_loop", "exit_weighted_raw", "gate_raw"])
@@ -364,6 +374,20 @@ def test_small_chunks_give_the_same(loss, monkeypatch):
     assert max(calls) == 2 and sum(calls) == model.config.num_loops * int((labels[:, 1:] != IGNORE).sum())
     for name in whole:
         torch.testing.assert_close(chunked[name], whole[name], rtol=1e-10, atol=1e-12)
+
+
+def test_gradients_of_many_chunks_are_summed_in_single_precision(monkeypatch):
+    """A sum in bfloat16 stops growing at 256 times its terms."""
+    monkeypatch.setitem(cross_entropy.LOGITS_PER_CHUNK, "cpu", 8)  # one token
+    weight = torch.zeros(8, 4, dtype=torch.bfloat16, requires_grad=True)
+    head = cross_entropy.Head(lambda hidden, loop: hidden @ weight.T, [weight])
+    state, labels = torch.ones(1, 600, 4, dtype=torch.bfloat16), torch.zeros(600, dtype=torch.long)
+    weights = torch.ones(1, 600)
+    total, _ = cross_entropy.weighted_cross_entropy(head, [state], torch.arange(600), labels, weights, None, 8)
+    total.backward()
+    of_label = torch.tensor([1.0] + [0.0] * 7)
+    expected = (600 * (1 / 8 - of_label)).bfloat16()[:, None].expand(-1, 4)
+    torch.testing.assert_close(weight.grad, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -665,6 +689,19 @@ def test_a_readout_that_a_subclass_learns_is_trained(loss):
     torch.testing.assert_close(found, model.sharpness.grad)
 
 
+@pytest.mark.parametrize("method", ["logits", "softcapped", "logits_after_loop", "_read_out", "readout", "_read"])
+def test_a_replaced_part_of_the_readout_is_trained(method):
+    model, (ids, labels) = float64_model(loop_loss="per_loop"), batch()
+    owner = model if hasattr(model, method) else model.model
+    sharpness, run = torch.nn.Parameter(torch.tensor(1.5)), getattr(owner, method)
+    setattr(owner, method, lambda *arguments, **named: sharpness * run(*arguments, **named))
+    (found,) = torch.autograd.grad(model(ids, labels=labels, output_logits=False).loss, sharpness)
+    logits = torch.stack(model(ids, output_loop_logits=True).loop_logits)[:, :, :-1]
+    targets = labels[:, 1:].expand(len(logits), -1, -1)
+    loss = F.cross_entropy(logits.flatten(0, 2), targets.flatten(), ignore_index=IGNORE)
+    torch.testing.assert_close(found, torch.autograd.grad(loss, sharpness)[0])
+
+
 def test_a_norm_that_runs_otherwise_is_left_to_autograd():
     model, ids = tiny_model(loop_loss="per_loop", num_loops=3), random_ids(2, 9)
     shift, run = torch.nn.Parameter(torch.zeros(model.config.hidden_size)), model.model.norm.forward
@@ -693,20 +730,19 @@ def test_second_derivatives_of_a_loss_over_loops_are_refused():
         torch.autograd.grad(loss, model.lm_head.weight, create_graph=True)
 
 
-@pytest.mark.parametrize("loss", ["terminal", "per_loop", "last_third"])
+@pytest.mark.parametrize("loss", ["terminal", "per_loop", "last_third", "exit_weighted_all", "gate_raw"])
 def test_losses_under_transforms_of_torch(loss):
-    model, ids = tiny_model(loop_loss=loss, num_loops=3).double(), random_ids(2, 9)
-    labels = ids.clone()
-    labels[0, 4] = -100
+    """There the positions without a label stay in the sums, with weight 0."""
+    model, (ids, labels) = float64_model(**LOSSES[loss]), batch()
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
 
     def of(parameters):
         return torch.func.functional_call(model, parameters, (ids,), {"labels": labels}).loss
 
-    found = torch.func.grad(of)(parameters)
-    model(ids, labels=labels).loss.backward()
-    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
-    torch.testing.assert_close(found, expected)
+    found, found_loss = torch.func.grad_and_value(of)(parameters)
+    expected_loss = model(ids, labels=labels).loss
+    torch.testing.assert_close(found_loss, expected_loss.detach())
+    torch.testing.assert_close(found, gradients(model, expected_loss))
 
 
 @pytest.mark.filterwarnings("ignore")  # torch.ao is on its way out, and has no gradients
