@@ -285,6 +285,27 @@ def test_one_pass_stops_every_token_at_its_own_loop(name, system):
     torch.testing.assert_close(last.logits, whole.logits[:, -1:], rtol=1e-9, atol=1e-9)
 
 
+@torch.no_grad()
+def test_two_tokens_before_a_coda_exit_as_one_by_one():
+    """Also at learned positions, which are counted in the mask."""
+    model, text = tiny_model(num_coda_layers=1, num_loops=LOOPS, position_embedding="learned"), random_ids(64, 2)
+    rule = ExitRule("max_prob", 0.25)
+    whole = model(text, attention_mask=torch.ones_like(text), exit_rule=rule)
+    cache = DynamicCache(config=model.config)
+    first, second = (model(part, cache=cache, exit_rule=rule) for part in text.split(1, dim=1))
+    assert len(whole.token_loops.unique()) > 1
+    assert torch.equal(whole.token_loops, torch.cat([first.token_loops, second.token_loops], 1))
+    torch.testing.assert_close(whole.logits, torch.cat([first.logits, second.logits], 1), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("readout", ["final_only", "final_raw", "alpha"])
+def test_a_token_is_read_out_as_after_the_loop_of_its_exit(readout):
+    inter_loop_norm = "shared" if readout == "final_raw" else "none"
+    model, text = tiny_model(readout_norm=readout, inter_loop_norm=inter_loop_norm), random_ids(2, 5)
+    out = model(text, exit_rule=ExitRule("latent_diff", math.inf))
+    torch.testing.assert_close(out.logits, model(text, num_loops=1).logits)
+
+
 @pytest.mark.parametrize("name", ["max_prob", "latent_diff"])
 def test_states_that_are_given_are_started_from(name):
     """Also where a check behind a coda runs the tokens one by one."""
@@ -310,6 +331,11 @@ def test_a_pass_with_exits_gives_what_is_asked_for(selection):
     if selection == "stop":  # token by token
         with pytest.raises(ValueError, match="does not go with output_hidden_states"):
             model(text, exit_rule=rule, output_hidden_states=True)
+    for refused in ({"labels": text}, {"shift_labels": text}, {"backprop_loops": 1}, {"output_loop_logits": True}):
+        with pytest.raises(ValueError, match=f"does not go with {next(iter(refused))}: leave one out"):
+            model(text, exit_rule=rule, **refused)
+    with pytest.raises(ValueError, match="exit_threshold=-0.5 is never meant"):
+        model(text, exit_rule=ExitRule("max_prob", -0.5, selection=selection))
     with pytest.raises(TypeError, match="exit_rule='kl': make one of logit_margin, .*ExitRule"):
         model(text, exit_rule="kl")
     with pytest.raises(ValueError, match="exit_criterion='confidence' is not known: choose one of logit_margin, "):
