@@ -14,7 +14,7 @@ from modeling_looped import LoopedCache, LoopedConfig
 from modeling_looped.cache import PreallocatedLayer
 from modeling_looped.compatibility import CACHE
 
-from .helpers import random_ids, tiny_model
+from .helpers import Gone, random_ids, tiny_model
 from .helpers_llama import make_looped, tokens, unroll
 from .naive_cache import NaiveDecoder
 
@@ -194,6 +194,15 @@ def test_a_reset_cache_starts_anew_at_any_depth(kind, depths):
             pytest.skip("this transformers resets dynamic caches to zeros, of the length that they had")
         assert_same(run(model, ids, [7, 1, 4], cache, num_loops)[0], whole(model, ids, num_loops))
         cache.reset()
+
+
+def test_a_reset_cache_lets_go_of_a_generation_that_broke_off():
+    model, cache = model_of("plain"), LoopedCache(model_of("plain").config)
+    with pytest.raises(ConnectionError):
+        model.generate(random_ids(1, 5), past_key_values=cache, exit_criterion="kl", streamer=Gone(3))
+    assert cache.buffers
+    cache.reset()
+    assert not cache.buffers
 
 
 @pytest.mark.parametrize("system", ["plain", "windows", "parcae"])

@@ -295,6 +295,38 @@ def test_a_second_turn_goes_on_in_the_same_cache(case, way, cache, second, passe
     assert out.past_key_values.get_seq_length() == text.shape[1] + NEW - 1
 
 
+def test_a_shallower_turn_leaves_its_last_loop_to_deeper_ones():
+    model, prompt, rule = model_of("plain"), random_ids(1, 5), NaiveRule("max_prob", math.inf)
+    cache, decoder = DynamicCache(config=model.config), NaiveDecoder(model)
+    with torch.no_grad():
+        model(prompt[:, :4], past_key_values=cache)
+        out = generate(model, prompt, rule, past_key_values=cache, num_loops=2)
+        following = model(out.sequences[:, -1:], past_key_values=cache).logits[0]
+    *tokens, last = out.sequences[0].tolist()
+    decoder.run(tokens[:4], LOOPS)
+    decoder.run(tokens[4:], 2)
+    torch.testing.assert_close(following, decoder.run([last], LOOPS), rtol=1e-9, atol=1e-9)
+
+
+def test_the_end_of_a_row_is_part_of_the_next_prompt():
+    """From its last token on, while another row goes on: as deep as prompts, and left to deeper loops."""
+    model, ids, rule = model_of("plain"), random_ids(2, 5), NaiveRule("max_prob", math.inf)
+    how = {"attention_mask": torch.ones_like(ids), "prompt_loops": 2}
+    said, _ = found(generate(model, ids, rule, **how), 5)
+    row, end = next((i, end) for i in (0, 1) for end in (1, 2, 3) if said[i][end] not in said[1 - i] + said[i][:end])
+    out = generate(model, ids, rule, eos_token_id=said[row][end], **how)
+    tokens = out.sequences[row].tolist()
+    assert tokens[5:] == said[row][: end + 1] + [0] * (NEW - end - 1)
+    decoder = NaiveDecoder(model)
+    decoder.run(tokens[:5], 2)
+    for token in tokens[5 : 5 + end]:
+        decoder.run([token], LOOPS)
+    decoder.run(tokens[5 + end : -1], 2)
+    with torch.no_grad():
+        following = model(out.sequences[:, -1:], past_key_values=out.past_key_values).logits[row]
+    torch.testing.assert_close(following, decoder.run(tokens[-1:], LOOPS), rtol=1e-9, atol=1e-9)
+
+
 @over_ways
 @pytest.mark.parametrize("sharing", ["last", "cyclic-2"])
 @pytest.mark.covering

@@ -64,6 +64,19 @@ def test_the_first_loops_keys_serve_any_depth():
         torch.testing.assert_close(deeper, model(ids, num_loops=7).logits[:, 6:], rtol=1e-10, atol=1e-10)
 
 
+def test_rows_at_different_loops_write_their_own_keys():
+    """In some passes the first row's loop makes no keys and the second's does. The hole keeps rows in one call."""
+    model, ids = tiny_model(key_value_interval=2, injection="add", eos_token_id=None).double(), random_ids(2, 5)
+    mask = torch.tensor([[1, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
+    exits = {"exit_criterion": "max_prob", "exit_threshold": float("inf")}  # which none reaches
+    how = {"max_new_tokens": 5, "do_sample": False}
+    together = model.generate(ids, attention_mask=mask, num_loops=[2, 3], **exits, **how)
+    for row, depth in enumerate([2, 3]):
+        rows = slice(row, row + 1)
+        alone = model.generate(ids[rows], attention_mask=mask[rows], num_loops=depth, use_cache=False, **how)
+        assert torch.equal(together[rows], alone)
+
+
 @pytest.mark.parametrize("fields", [{"loop_change_gate": True}, {"state_init": "zeros"}], ids=str)
 def test_hooks_see_states_alone(fields):
     model, ids = tiny_model(key_value_interval=2, injection="add", **fields), random_ids(1, 5)
