@@ -32,7 +32,7 @@ SYSTEMS = {
     "parts_of_loops": {"loop_lora_rank": 2, "loop_norms": True, "loop_embedding": "learned", "rope_pattern": "RN"},
     "second_keys": {"key_value_interval": 2, "num_key_value_heads": 2},
     "first_keys": {"num_key_value_loops": 1, "num_coda_layers": 1, "injection": "add"},
-    "softcap": {"attention_softcap": 5.0},
+    "softcap": {"attention_softcap": 0.5},
 }
 WAYS = [
     {},
@@ -120,6 +120,14 @@ def test_what_each_gives_alone(system, implementation):
         assert_same(together(passes, asked), alone)
     assert passes.row_ticks > 2 * passes.ticks  # rows did share passes
     assert not passes.decoders and passes._rows == passes._tokens == 0
+
+
+def test_rows_with_a_softcap_of_attention_share_no_kernel():
+    model = build("softcap")
+    asked = requests(model, 3, ways=[{"num_loops": 2}, {"num_loops": 3}])
+    alone = [model.generate(**request) for request in asked]
+    with SharedPasses(model) as passes:
+        assert_same(together(passes, asked), alone)
 
 
 SMALL = {"input_ids": random_ids(1, 4), "max_new_tokens": 40, "num_loops": 2, **GREEDY}
@@ -213,6 +221,21 @@ def test_others_go_on_between_the_loops_of_a_prompt_by_itself(ends, monkeypatch)
         assert len(ticks) == PARTS * LOOPS
         assert_same([result], alone[1:])
     assert len(gained) > 12 and min(gained[:12]) > 0, gained  # a tick comes between any two
+    assert not passes.decoders and passes._rows == passes._tokens == 0
+
+
+def test_a_client_that_leaves_ends_a_prompt_by_itself():
+    model, asked, loops = build("plain"), [], []
+
+    def check():
+        asked.append(None)
+        if len(asked) == 3:  # before the prompt, and after each of its loops
+            raise ConnectionError("the client is gone")
+
+    model.model.end_of_loop.register_forward_hook(lambda *_: loops.append(None))
+    with SharedPasses(model) as passes:
+        result = outcome(passes, {**LARGE, "cache_dtype": "int8", "check": check})
+    assert isinstance(result, ConnectionError) and len(loops) == 2
     assert not passes.decoders and passes._rows == passes._tokens == 0
 
 
@@ -310,7 +333,7 @@ def test_a_model_that_is_offloaded():
 
 def test_autocast_of_one_is_not_that_of_others():
     model = build("plain").float()  # autocast leaves float64 as it is
-    request = {"input_ids": random_ids(1, 9), "max_new_tokens": 30, **GREEDY}
+    request = {"input_ids": random_ids(1, 9), "max_new_tokens": 30, "output_logits": True, **GREEDY}
     seen, layer = [], model.model.core[0].self_attn.q_proj
     layer.register_forward_hook(lambda module, inputs, queries: seen.append((queries.dtype, threading.get_ident())))
 
@@ -326,6 +349,7 @@ def test_autocast_of_one_is_not_that_of_others():
             wait_until(lambda: passes._rows == 2)
         _, thread = one.result()
         assert_same([other.result()], [expected])
+    torch.testing.assert_close(other.result().logits, expected.logits)
     assert {dtype for dtype, _ in seen} == {torch.float32, torch.bfloat16}
     assert {of for dtype, of in seen if dtype == torch.bfloat16} == {thread}
 
@@ -547,6 +571,9 @@ def test_requests_wait_for_room():
         assert passes.row_ticks <= 2 * passes.ticks
         with pytest.raises(ValueError, match=f"is more than max_tokens={most}: pass a shorter prompt"):
             passes.generate(random_ids(1, most), max_new_tokens=1, num_loops=1)
+        for rows, beams in ((2, 1), (1, 2)):
+            with pytest.raises(ValueError, match=f"a request of {2 * most} tokens, prompt and new ones"):
+                passes.generate(random_ids(rows, most - 1), max_new_tokens=1, num_loops=1, num_beams=beams)
         with pytest.raises(ValueError, match="3 sequences in one call are more than max_rows=2"):
             passes.generate(random_ids(3, 2), max_new_tokens=1)
     with pytest.raises(ValueError, match="max_rows must be at least 1"):
