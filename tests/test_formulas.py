@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from modeling_looped import LoopedConfig, LoopedForCausalLM
+from modeling_looped.injection import DiagonalInjection
 from tests import naive
-from tests.helpers import quick_and_slow, shake
+from tests.helpers import quick_and_slow, shake, tiny_config, tiny_model
 
 
 BASE = {
@@ -519,3 +520,21 @@ def test_single_precision_with_its_own_rotary_table(position_embedding):
         logits = model(ids).logits
     expected = naive.forward(config, weights, ids)[1][-1]
     torch.testing.assert_close(logits.double(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_decay_of_bfloat16_parameters_is_in_single_precision():
+    injection = shake(DiagonalInjection(tiny_config(injection="diagonal"))).bfloat16()
+    rate, bias = injection.log_rate.double(), injection.dt_bias.double()
+    step = (1 + bias.exp()).log()
+    for found, wanted in zip(injection.decay_and_step(), (torch.exp(-step * rate.exp()), step)):
+        torch.testing.assert_close(found.double(), wanted, rtol=1e-6, atol=0)
+
+
+def test_factors_that_stay_in_single_precision_leave_the_stream_as_it_is():
+    """As where only large matrices are converted."""
+    model = tiny_model(loop_change_gate=True, loop_damping=True).bfloat16()
+    ids = torch.arange(3, 9)[None]
+    expected = model(ids).logits
+    for part in (model.model.change_gate, model.model.damping):
+        part.float()
+    assert torch.equal(model(ids).logits, expected)

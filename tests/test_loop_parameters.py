@@ -1,6 +1,7 @@
 """What each loop has of its own, against the formulas with merged weights, in float64: deltas, norms, embeddings."""
 
 import copy
+import math
 
 import peft
 import pytest
@@ -13,6 +14,7 @@ from looped_recipes.settings.model_fields import check_model
 from looped_recipes.settings.recipe import OptimizerConfig, RecipeError
 from modeling_looped import LoopedConfig, LoopedForCausalLM
 from modeling_looped.formats.relaxed import set_loop_residuals, shared_parameters
+from modeling_looped.loop_embedding import SinusoidalLoopEmbedding
 from modeling_looped.loop_parameters import LoopDelta, parameters_by_loop
 
 from . import naive
@@ -79,6 +81,16 @@ def test_every_depth_equals_the_formulas(system, num_loops):
             found = model(ids, num_loops=num_loops, output_loop_hidden_states=True).loop_hidden_states
             for ours, theirs in zip(found, states, strict=True):
                 torch.testing.assert_close(ours, theirs, **CLOSE)
+
+
+def test_angles_of_loops_are_not_rounded():
+    """In bfloat16 the angle after 100 is 100.5."""
+    embedding = SinusoidalLoopEmbedding(tiny_config(loop_embedding="sinusoidal"))
+    found = embedding(101, 102, torch.zeros(1, 1, 32, dtype=torch.bfloat16))
+    angles = [101 * 10000 ** (-i / 16) for i in range(16)]
+    wanted = torch.tensor([*map(math.cos, angles), *map(math.sin, angles)])
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.float().flatten(), wanted, rtol=0, atol=2**-8)
 
 
 @pytest.mark.parametrize("sets", [1, 2, 5])

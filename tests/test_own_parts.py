@@ -279,6 +279,11 @@ def with_replaced_sites(model, monkeypatch):
         site.forward = lambda queries, *args, usual=usual, **kwargs: usual(4 * queries, *args, **kwargs)
 
 
+def with_hooked_sites(model, monkeypatch):
+    for site in model.model.attention_sites:
+        site.register_forward_pre_hook(lambda module, args: (4 * args[0], *args[1:]))
+
+
 def with_a_global_hook(model, monkeypatch):
     def sharper(module, args):
         return (4 * args[0], *args[1:]) if isinstance(module, AttentionSite) else None
@@ -305,7 +310,7 @@ def test_decoding_in_rows_refuses_attention_that_it_would_not_call(change, optio
         model.generate(random_ids(2, 7), max_new_tokens=3, **options)
 
 
-@pytest.mark.parametrize("change", [with_own_site, with_replaced_sites, with_a_global_hook])
+@pytest.mark.parametrize("change", [with_own_site, with_replaced_sites, with_hooked_sites, with_a_global_hook])
 def test_own_sites_are_called_where_the_cpu_has_faster_ways(change, monkeypatch):
     """Of single queries, and of gradients, in bfloat16."""
     monkeypatch.setattr(cpu_gradients, "MIN_SIZE", 0)

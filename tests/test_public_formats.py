@@ -359,9 +359,11 @@ def test_noise_to_start_from_while_generating(tmp_path):
     assert torch.equal(model.generate(IDS, state_seed=3, use_cache=False, **settings), seeded)
     others = [model.generate(IDS, **settings), model.generate(IDS, state_seed=4, **settings)]
     assert not any(torch.equal(seeded, other) for other in others)
-    padded = torch.cat([torch.zeros(1, 3, dtype=torch.long), IDS[:1]], dim=1)
-    mask = torch.cat([torch.zeros(1, 3, dtype=torch.long), torch.ones_like(IDS[:1])], dim=1)
-    assert torch.equal(model.generate(padded, attention_mask=mask, state_seed=3, **settings)[:, 3:], seeded[:1])
+    before = torch.zeros(1, IDS.shape[1] + 1, dtype=torch.long)
+    padded, mask = (torch.cat([before, each], dim=1) for each in (IDS[:1], torch.ones_like(IDS[:1])))
+    for positions in ({}, {"position_ids": torch.arange(padded.shape[1])[None] - before.shape[1]}):
+        found = model.generate(padded, attention_mask=mask, state_seed=3, **positions, **settings)
+        assert torch.equal(found[:, before.shape[1] :], seeded[:1])
     with pytest.raises(ValueError, match="state_seed=3 goes with plain decoding"):
         model.generate(IDS, state_seed=3, exit_criterion="max_prob", exit_threshold=0.5, **settings)
     with pytest.raises(ValueError, match="state_init='normal'"):
