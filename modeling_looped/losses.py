@@ -155,7 +155,7 @@ def weights_of_last_third(targets: Targets, active: torch.Tensor, log_p) -> torc
 
 
 def exit_weights(targets: Targets, active: torch.Tensor, log_p) -> torch.Tensor:
-    return (log_p.exp() * targets.labelled).to(active.dtype)
+    return log_p.exp().to(active.dtype)
 
 
 def no_weights(targets: Targets, active: torch.Tensor, log_p) -> torch.Tensor:

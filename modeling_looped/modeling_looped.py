@@ -221,7 +221,7 @@ class LoopedModel(LoopedPreTrainedModel):
         plan = plan_depths(depths, inputs_embeds.shape[0], backprop_loops)
         may_exit = exit_watch is not None and exit_watch.needs_cache
         cache = one_cache(cache, past_key_values)
-        cache, use_cache = self._usable_cache(cache, use_cache, plan, may_exit, output_loop_readout_states)
+        cache, use_cache = self._usable_cache(cache, use_cache, plan, output_loop_readout_states)
         every_loop = output_loop_hidden_states or output_loop_readout_states
         check_layers(self.config, self.prelude, self.core, self.coda)
         check_pass(self.config, plan, inputs_embeds, position_ids, cache, initial_state, every_loop, kwargs)
@@ -258,7 +258,7 @@ class LoopedModel(LoopedPreTrainedModel):
         )
 
     def _usable_cache(
-        self, cache: Cache | None, use_cache: bool | None, plan: DepthPlan, may_exit: bool, reads_every_loop: bool
+        self, cache: Cache | None, use_cache: bool | None, plan: DepthPlan, reads_every_loop: bool
     ) -> tuple[Cache | None, bool | None]:
         """Return the cache of this pass and whether to make one; raise if the caller's cache cannot be filled."""
         if self.training and torch.is_grad_enabled() and self.computes_again:
@@ -271,7 +271,7 @@ class LoopedModel(LoopedPreTrainedModel):
         reason = why_no_cache(self.config, plan, reads_every_loop)
         if reason is None:
             return cache, use_cache
-        if cache is not None or may_exit:
+        if cache is not None:
             raise ValueError(f"this pass cannot fill a cache: {reason}. Run without a cache.")
         return None, False  # use_cache is True by default, so it is no error if no cache can be made
 
