@@ -127,7 +127,7 @@ def test_what_is_not_installed_is_one_line(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["looped demo"])
     with pytest.raises(SystemExit) as stop:
         runpy.run_path(main_file.__file__, run_name="__main__")
-    assert stop.value.code == "datasets is not installed: pip install 'modeling-looped[train,eval]'"
+    assert stop.value.code == "error: datasets is not installed: pip install 'modeling-looped[train,eval]'"
 
 
 def test_asking_a_model_that_is_not_there(tmp_path, monkeypatch):
