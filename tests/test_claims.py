@@ -358,7 +358,6 @@ def test_every_claim_reads_what_some_measurement_or_file_gives():
     earlier |= {
         "diagnose/theorems/theorem_1",
         "diagnose/pre_norm_block/residual_norm",
-        "diagnose/width_256/update_size",
     }
     assert sources <= {f"claims/{name}" for name in names} | earlier
 
@@ -702,16 +701,31 @@ def test_the_interval_of_a_fit():
     assert with_interval_of_fit({"slope": None, "why": "a run diverged"}, 2) is None
 
 
-def test_updates_of_ten_steps():
-    """At the second of two steps the change grows as N^2, not as N."""
-    steps = [[1.0, 2.0, 4.0], [1.0, 4.0, 16.0]]
-    content = {"result": {"loops": [1, 2, 4], "seeds": 2, "looped": {"none": {"update": steps}}}}
-    assert residual_scaling.farthest_step(content, "none") == pytest.approx((2.0, 2.0, 2.0, 2))
-    steps[0][0] = math.inf
+def test_updates_of_each_step(monkeypatch):
+    """At the second of two steps the change grows as N^2, not as N. By a table, t of 97.5 % and 1 degree of freedom is
+    12.706, and of 98.75 % 25.452."""
+
+    def seed(factor: float) -> dict:
+        none = [[1.0, 2.0, 4.0], [1.0, 4.0 * factor, 16.0 * factor**2]]
+        linear = [[1.0, 2.0, 0.5], [1.0, 3.0, 2.0]]
+        return {"loops": [1, 2, 4], "steps": 2, "rules": {"none": {"updates": none}, "linear": {"updates": linear}}}
+
+    monkeypatch.setattr(residual_scaling, "STEPS", 2)
+    of_one_step = seed(1.0) | {"steps": 1}
+    of_one_step["rules"] = {rule: {"updates": found["updates"][:1]} for rule, found in of_one_step["rules"].items()}
+    content = {"seeds": {"0": seed(1.0), "1": seed(2.0), "2": of_one_step}}
+    assert residual_scaling.exponent_at("none", "updates", 0)(content) == pytest.approx((1.0, 1.0, 1.0, 3))
+    error = 0.5  # of the mean of 2 and 3
+    assert residual_scaling.farthest_step(content, "none") == pytest.approx(
+        (2.5, 2.5 - 25.452 * error, 2.5 + 25.452 * error, 2), abs=1e-3
+    )
+    assert residual_scaling.exponent_at("none", "updates", 1)(content) == pytest.approx(
+        (2.5, 2.5 - 12.706 * error, 2.5 + 12.706 * error, 2), abs=1e-3
+    )
+    assert residual_scaling.widest_step(content) == pytest.approx((4.0, 4.0, 4.0, 2))
+    content["seeds"]["1"]["rules"]["none"]["updates"][0][0] = math.inf
     assert residual_scaling.farthest_step(content, "none") is None
-    content["result"]["looped"]["linear"] = {"update": [[1.0, 2.0, 0.5], [1.0, 3.0, 2.0]]}
-    assert residual_scaling.widest_step(content) == Estimate(4.0, None, None, 2)
-    of_seed = {"loops": [1, 2, 32], "rules": {"linear": {"update": [0.5, 9.0, 2.0]}}}
+    of_seed = {"loops": [1, 2, 32], "rules": {"linear": {"updates": [[0.5, 9.0, 2.0]]}}}
     assert residual_scaling.doublings_until(of_seed, 32) == 2.0
 
 

@@ -6,12 +6,12 @@ from functools import partial
 from statistics import fmean
 
 from looped_recipes.common.chart import Chart, Line, Matrix
-from looped_recipes.common.measures import power_law
+from looped_recipes.common.intervals import over_seeds
 
 from .definition import SIX_SEEDS, Claim, Figure, Measurement, Paper, each_seed
 from .functions import function
 from .learning_rates import BEST_RATES, PANELS, TRANSFER, panel_charts, panel_claims, transfer_charts, transfer_claims
-from .rules import AtMost, Effect, Estimate, Near
+from .rules import AtMost, Effect, Estimate, Near, Rule
 from .slope import slope, with_interval_of_fit
 from .sweeps import commands_of, runs_of
 from .trained_loops import AFTER_TRAINING, TRAINED, after_training_charts, after_training_claims
@@ -22,115 +22,90 @@ EXPONENTS = {"none": 1.0, "sqrt": 0.5, "linear": 0.0}
 GROWS = {"none": "grows as N", "sqrt": "grows as the root of N", "linear": "stays"}
 STATED = {"none": "section 3.2, theorem 1", "sqrt": "section 3.2, theorem 1", "linear": "figure 2 f"}
 WIDE = "width 768, 12 layers, N = 1 to 64, 32 random tokens"
-TEN_STEPS = "width 256, 4 layers, N = 1 to 32, 64 random tokens, ten steps; the mean of two seeds"
-UPDATES = "diagnose/width_256/update_size"
 BLOCK = "diagnose/pre_norm_block/residual_norm"
 BAND = 0.15  # of all exponents
+STEPS = 10  # of figures 2 and 9; earlier seeds have one
 
 
-def of_rule(rule: str, number: str) -> Callable[[dict], Estimate | None]:
-    return each_seed(lambda content: content["rules"][rule][number])
+def exponent(content: dict, rule: str, curves: str, step: int) -> float | None:
+    """Return the slope on log N of the logarithm of one curve of a seed: of R before a step, or of a step's change;
+    None if the seed was measured over fewer steps."""
+    steps = content["rules"][rule][curves]
+    return slope(content["loops"], steps[step]) if step < len(steps) else None
+
+
+def exponent_at(rule: str, curves: str, step: int) -> Callable[[dict], Estimate | None]:
+    return each_seed(partial(exponent, rule=rule, curves=curves, step=step))
+
+
+def range_at(content: dict, step: int) -> float:
+    """Return the largest change of h_N over the smallest, over N, under eps = 1/N."""
+    changes = content["rules"]["linear"]["updates"][step]
+    return max(changes) / min(changes)
+
+
+def of_each_step(content: dict, number: Callable[..., float | None]) -> list[Estimate]:
+    """Estimate a number at each step over the seeds with ten steps; none if a seed lacks one. The intervals allow for
+    the choice of a step by its number."""
+    seeds = [seed for seed in content["seeds"].values() if seed["steps"] == STEPS]
+    steps = range(STEPS)
+    values = [[number(seed, step=step) for seed in seeds] for step in steps]
+    return [] if any(None in each for each in values) else [over_seeds(each, candidates=len(steps)) for each in values]
+
+
+def farthest_step(content: dict, rule: str) -> Estimate | None:
+    """Estimate the exponent of the change at the step where it is farthest from the paper's."""
+    found = of_each_step(content, partial(exponent, rule=rule, curves="updates"))
+    return max(found, key=lambda step: abs(step.value - EXPONENTS[rule]), default=None)
+
+
+def widest_step(content: dict) -> Estimate | None:
+    return max(of_each_step(content, range_at), key=lambda step: step.value, default=None)
 
 
 def doublings_until(content: dict, loops: int) -> float:
     """Return log2 of the change of h_N by the first step with `loops` loops over that with one, under eps = 1/N."""
-    at = dict(zip(content["loops"], content["rules"]["linear"]["update"]))
+    at = dict(zip(content["loops"], content["rules"]["linear"]["updates"][0]))
     return math.log2(at[loops] / at[1])
 
 
-def farthest_step(content: dict, rule: str) -> Estimate | None:
-    """Estimate the exponent at the step where it is farthest from the paper's; the interval is one for all steps."""
-    result = content["result"]
-    fits = [power_law(result["loops"], step) for step in result["looped"][rule]["update"]]
-    if any(fit["slope"] is None for fit in fits):
-        return None
-    farthest = max(fits, key=lambda fit: abs(fit["slope"] - EXPONENTS[rule]))
-    return with_interval_of_fit(farthest, result["seeds"], candidates=len(fits))
+def growth_claims() -> list[Claim]:
+    """Claims on the norm of the state and on its change by a step."""
+    norm = "slope of log R on log N"
+    change = "slope of the logarithm of the RMS change on log N, rate 1e-4"
 
+    def claim(where: str, says: str, number: str, read, rule: Rule) -> Claim:
+        return Claim(where, says, number, WIDE, "claims/growth", read, rule)
 
-def widest_step(content: dict) -> Estimate:
-    """Return the ratio of the largest to the smallest change over all N, at the step where this ratio is largest. Only
-    means over seeds are kept, so there is no interval."""
-    result = content["result"]
-    ranges = [max(step) / min(step) for step in result["looped"]["linear"]["update"]]
-    return Estimate(max(ranges), None, None, result["seeds"])
-
-
-def norm_claims() -> list[Claim]:
     return [
-        Claim(
-            STATED[rule],
-            f"under {RULES[rule]} the norm of the state {GROWS[rule]}",
-            "slope of log R on log N, at initialisation",
-            WIDE,
-            "claims/growth",
-            of_rule(rule, "slope_of_R"),
-            Near(EXPONENTS[rule], BAND),
-        )
-        for rule in RULES
-    ]
-
-
-def update_claims() -> list[Claim]:
-    said = "slope of the logarithm of the RMS change on log N, rate 1e-4"
-    first = [
-        Claim(
-            "figure 4",
-            f"under {RULES[rule]} what a step changes of h_N {GROWS[rule]}",
-            f"{said}, first step",
-            WIDE,
-            "claims/growth",
-            of_rule(rule, "slope_of_update"),
-            Near(EXPONENTS[rule], BAND),
-        )
-        for rule in ("none", "sqrt")
-    ]
-    each = [
-        Claim(
-            f"figure 9 {panel}",
-            f"and so at each of the first ten steps, under {RULES[rule]}",
-            f"{said}, at the step where it is farthest from the paper's; interval of the fit over N",
-            TEN_STEPS,
-            UPDATES,
-            partial(farthest_step, rule=rule),
-            Near(EXPONENTS[rule], BAND),
-        )
-        for panel, rule in (("a", "none"), ("b", "sqrt"))
-    ]
-    return [*first, *each]
-
-
-def bounded_update_claims() -> list[Claim]:
-    range_of_4 = "under eps = 1/N what a step changes of h_N stays within a range of about 4, at each of ten steps"
-    return [
-        Claim(
-            "figure 9 c",
-            range_of_4,
-            "largest change over N over the smallest, first step alone",
-            WIDE,
-            "claims/growth",
-            of_rule("linear", "largest_over_smallest_update"),
-            AtMost(4.0),
+        *(
+            claim(STATED[rule], f"under {RULES[rule]} the norm of the state {GROWS[rule]}",
+                  f"{norm}, at initialisation", exponent_at(rule, "R", 0), Near(EXPONENTS[rule], BAND))
+            for rule in RULES
         ),
-        Claim(
-            "figure 9 c",
-            range_of_4,
-            "largest change over N over the smallest, at the step where that is most",
-            TEN_STEPS,
-            UPDATES,
-            widest_step,
-            AtMost(4.0),
+        claim("figure 2 e", "during the first ten steps the norm grows rapidly with N under eps = 1/sqrt(N)",
+              f"{norm}, after ten steps", exponent_at("sqrt", "R", STEPS), Effect()),
+        claim("figure 2 f", "and stays under eps = 1/N",
+              f"{norm}, after ten steps", exponent_at("linear", "R", STEPS), Near(0.0, BAND)),
+        *(
+            claim("figure 4", f"under {RULES[rule]} what a step changes of h_N {GROWS[rule]}",
+                  f"{change}, first step", exponent_at(rule, "updates", 0), Near(EXPONENTS[rule], BAND))
+            for rule in ("none", "sqrt")
         ),
-        Claim(
-            "section 5.1",
-            "under eps = 1/N what a step changes of h_N grows mildly until about N = 32",
-            "log2 of the change at N = 32 over that at N = 1, first step",
-            WIDE,
-            "claims/growth",
-            each_seed(partial(doublings_until, loops=32)),
-            Effect(),
+        *(
+            claim(f"figure 9 {panel}", f"and so at each of the first ten steps, under {RULES[rule]}",
+                  f"{change}, at the step of ten where it is farthest from the paper's",
+                  partial(farthest_step, rule=rule), Near(EXPONENTS[rule], BAND))
+            for panel, rule in (("a", "none"), ("b", "sqrt"))
         ),
-    ]
+        claim("figure 9 c",
+              "under eps = 1/N what a step changes of h_N stays within a range of about 4, at each of ten steps",
+              "largest change over N over the smallest, at the step of ten where that is most", widest_step,
+              AtMost(4.0)),
+        claim("section 5.1", "under eps = 1/N what a step changes of h_N grows mildly until about N = 32",
+              "log2 of the change at N = 32 over that at N = 1, first step",
+              each_seed(partial(doublings_until, loops=32)), Effect()),
+    ]  # fmt: skip
 
 
 def off_diagonal(arrangement: str, which: str) -> Callable[[dict], float]:
@@ -248,21 +223,24 @@ AFTER_STEPS = Measurement("growth_on_text", commands_of("growth", name="growth_o
 # charts
 
 
-def mean_curve(content: dict, rule: str, curve: Callable[[dict], list[float]]) -> list[tuple[float, float]]:
+def mean_curve(content: dict, rule: str, curves: str, step: int) -> list[tuple[float, float]]:
     seeds = list(content["seeds"].values())
-    values = zip(*(curve(found["rules"][rule]) for found in seeds))
+    found = [seed["rules"][rule][curves] for seed in seeds]
+    values = zip(*(of_seed[step] for of_seed in found if step < len(of_seed)))
     return [(n, fmean(of_n)) for n, of_n in zip(seeds[0]["loops"], values)]
 
 
 def growth_charts(content: dict) -> list[Chart]:
     charts = []
-    for title, y, curve in (
-        ("Norm of the state at initialisation", "R", lambda found: found["R"][0]),
-        ("Change of h_N by the first step", "RMS change", lambda found: found["update"]),
+    for title, y, curves, step in (
+        ("Norm of the state at initialisation", "R", "R", 0),
+        ("Norm of the state after ten steps", "R", "R", STEPS),
+        ("Change of h_N by the first step", "RMS change", "updates", 0),
+        ("Change of h_N by the tenth step", "RMS change", "updates", STEPS - 1),
     ):
         lines = []
         for i, (rule, name) in enumerate(RULES.items()):
-            points = mean_curve(content, rule, curve)
+            points = mean_curve(content, rule, curves, step)
             start = points[0][1]
             theory = [(n, start * n ** EXPONENTS[rule]) for n, _ in points]
             said = f"the paper: N^{EXPONENTS[rule]:g}"
@@ -298,9 +276,7 @@ RESIDUAL_SCALING = Paper(
         AFTER_TRAINING,
     ],
     [
-        *norm_claims(),
-        *update_claims(),
-        *bounded_update_claims(),
+        *growth_claims(),
         *cosine_claims(),
         *theorem_claims(),
         *panel_claims(),

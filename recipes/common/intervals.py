@@ -23,8 +23,10 @@ class Estimate(NamedTuple):
         return said if self.low is None else f"{said} [{self.low:.3g}, {self.high:.3g}]"
 
 
-def over_seeds(values: Iterable[float]) -> Estimate:
+def over_seeds(values: Iterable[float], candidates: int = 1) -> Estimate:
     """Return the mean over seeds with Student's interval.
+
+    candidates: the number of means from which this one was chosen by its value.
 
     Where some values are infinite because runs collapsed, return the median instead, with an interval from the least
     to the greatest value. This interval contains the median of all possible seeds with a probability of 1 - 2^(1 - n),
@@ -39,7 +41,7 @@ def over_seeds(values: Iterable[float]) -> Estimate:
     mean = fmean(values)
     if len(values) < 2:
         return Estimate(mean, None, None, len(values))
-    reach = students_reach(stdev(values) / len(values) ** 0.5, len(values) - 1)
+    reach = students_reach(stdev(values) / len(values) ** 0.5, len(values) - 1, candidates)
     return Estimate(mean, mean - reach, mean + reach, len(values))
 
 
