@@ -30,8 +30,9 @@ def main(arguments: list[str]) -> Path:
         run = Pretraining(recipe)
         reached = run.train()
     if run.accelerator.is_main_process and reached != run.output:  # final/, not stopped early
-        exits = [typed("looped halting", run.output)] if run.config.num_loops > 1 else []
-        say_next(typed("looped chat", run.output), *exits, typed("looped report", run.output))
+        opened = [run.output, *["--trust-remote-code"] * (recipe.training.model_file is not None)]
+        exits = [typed("looped halting", *opened)] if run.config.num_loops > 1 else []
+        say_next(typed("looped chat", *opened), *exits, typed("looped report", run.output))
     return reached
 
 

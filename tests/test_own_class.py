@@ -135,6 +135,7 @@ def test_a_recipe_trains_it_and_goes_on_bit_for_bit(written, training_text, tmp_
     weights = load_file(whole / "final" / "model.safetensors")
     gate = weights["model.injection.gate"]
     assert not torch.equal(gate, torch.full_like(gate, 0.5))  # it has learnt
+    assert f"looped halting {whole} --trust-remote-code" in capsys.readouterr().out
     assert "`own_gated.py`, which needs modeling_looped" in (whole / "final" / "README.md").read_text()
 
     parts = train("parts", "training.stop_after=3")
