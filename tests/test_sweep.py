@@ -328,6 +328,7 @@ print(*sorted({"datasets", "scipy.stats", "looped_recipes.engine.training"} & sy
 """
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("more", [[], ["--runner", "slurm"]], ids=["here", "slurm"])
 def test_a_sweep_is_refused_before_the_imports_of_training(more):
     arguments = ["tasks/p_hop.sweep.yaml", "training.steps=6", *more]
