@@ -150,12 +150,12 @@ class StrictLoadingMixin:
                 f"gguf_file={file!r}: transformers reads no looped model from GGUF. Load the safetensors that it was "
                 "made of; a dense model in GGUF opens as its own class, and from_dense makes it loop"
             )
-        if (own := class_beside_weights(cls, pretrained_model_name_or_path, kwargs)) is not cls:
-            return own.from_pretrained(pretrained_model_name_or_path, *model_args, strict=strict, **kwargs)
         # a folder in a foreign layout, see formats/
         public = None
         if pretrained_model_name_or_path is not None and "public" in OPENERS:
             public = OPENERS["public"](pretrained_model_name_or_path, kwargs)
+        if public is None and (own := class_beside_weights(cls, pretrained_model_name_or_path, kwargs)) is not cls:
+            return own.from_pretrained(pretrained_model_name_or_path, *model_args, strict=strict, **kwargs)
         loader = cls if public is None else public.loading_class(cls)
         wants_info = kwargs.pop("output_loading_info", False)
         # without a path the caller passes a state_dict, and is responsible for it

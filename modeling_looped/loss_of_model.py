@@ -63,6 +63,7 @@ class LoopedLossMixin:
         if added is None:
             return loss
         labelled = (labels.tokens != IGNORE_INDEX).sum()
+        added = torch.where(labelled > 0, added, 0.0)  # a mean over no token is nan
         return loss + added * (labelled / denominator(labels.tokens, labels.num_items_in_batch))
 
     def _loop_loss(

@@ -1,7 +1,9 @@
 """A class of the user's own: its folder opens by its own code, and recipes train it."""
 
 import json
+import shutil
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,14 +12,17 @@ from transformers import AutoModelForCausalLM
 
 from looped_eval.show_loops.command import main as show
 from looped_recipes.engine.checkpoint import CheckpointError
+from looped_recipes.engine.training import Pretraining
 from looped_recipes.export import main as export
 from looped_recipes.pretrain import main
-from looped_recipes.settings.model_file import class_in_file
+from looped_recipes.settings.model_file import MODULES, class_in_file
 from looped_recipes.settings.recipe import RecipeError
-from modeling_looped import LoopedForCausalLM
+from looped_recipes.sweep import run_sweep
+from modeling_looped import LoopedConfig, LoopedForCausalLM
+from modeling_looped.formats import save_public
 from modeling_looped.loading import LoopedCheckpointError
 
-from .helpers import random_ids, tiny_config
+from .helpers import TINY, random_ids, tiny_config
 from .helpers_pretrain import SMOKE, smoke_settings
 
 
@@ -58,6 +63,7 @@ def written(tmp_path, monkeypatch):
         monkeypatch.setitem(sys.modules, name, None)
         del sys.modules[name]
         path = tmp_path / f"{name}.py"
+        MODULES.pop(path.resolve(), None)
         path.write_text(code)
         return str(path)
 
@@ -107,6 +113,8 @@ OWN_CONFIG = "\nclass Config(LoopedConfig):\n    pass\nclass Own(LoopedForCausal
     [
         ("x = 1", "own_none", "must define one subclass of LoopedForCausalLM, but it defines none"),
         (CODE + "class More(GatedForCausalLM):\n    pass", "own_two", "defines GatedForCausalLM, More"),
+        ("import no_such_part", "own_parts", "imports what is not found .*no_such_part.* no file beside it"),
+        ("from .parts import x", "own_relative", "imports what is not found"),
         ("from modeling_looped import LoopedConfig, LoopedForCausalLM" + OWN_CONFIG, "own_config", "config_class"),
     ],
 )
@@ -121,6 +129,13 @@ def test_a_file_that_is_not_there_or_hides_a_module_is_refused(written, tmp_path
     (tmp_path / "json.py").write_text(CODE)
     with pytest.raises(RecipeError, match=f"has the name of a module, {json.__file__}: rename it"):
         class_in_file(str(tmp_path / "json.py"))
+    (tmp_path / "antigravity.py").write_text(CODE)  # a module that nothing has imported
+    with pytest.raises(RecipeError, match="has the name of a module, .*antigravity.py: rename it"):
+        class_in_file(str(tmp_path / "antigravity.py"))
+
+
+def test_another_name_of_the_class_is_no_second_class(written):
+    assert class_in_file(written(CODE + "Alias = GatedForCausalLM\n")).__name__ == "GatedForCausalLM"
 
 
 def test_a_recipe_trains_it_and_goes_on_bit_for_bit(written, training_text, tmp_path, capsys):
@@ -162,7 +177,52 @@ def test_changed_code_is_another_run(written, training_text, tmp_path):
     with pytest.raises(CheckpointError, match="code of training.model_file was '.*', is None"):
         main(recipe)
     written(CODE + "\n# changed\n")
+    with pytest.raises(CheckpointError, match="is not the code that .* was trained with"):
+        export([str(tmp_path / "run"), str(tmp_path / "exported")])
     with pytest.raises(CheckpointError, match="code of training.model_file was '.*', is '.*resume=changed"):
         main([*recipe, own])
     main([*recipe, own, "training.resume=changed"])
     assert (tmp_path / "run" / "final" / "own_gated.py").read_text().endswith("# changed\n")
+
+
+def test_the_code_beside_the_weights_is_that_of_the_run(written, training_text, tmp_path, monkeypatch):
+    """Not that of the file at its end, which may have been edited for the next run."""
+    path = written(CODE)
+    train = Pretraining.train
+
+    def edited(run):
+        Path(path).write_text(CODE.replace("torch.sigmoid", "-torch.sigmoid"))
+        return train(run)
+
+    monkeypatch.setattr(Pretraining, "train", edited)
+    settings = smoke_settings(training_text, tmp_path / "run", f"training.model_file={path}", "model.injection=add")
+    main([str(SMOKE / "lt.yaml"), *settings])
+    assert (tmp_path / "run" / "final" / "own_gated.py").read_text() == CODE
+
+
+def test_a_sweep_knows_the_class_and_the_code_of_its_results(written, training_text, tmp_path):
+    sweep = tmp_path / "sweep.yaml"
+    sweep.write_text(
+        f"recipe: {SMOKE / 'lt.yaml'}\nset: {{model.injection: add}}\ngrid: {{optimizer.muon_lr: [0.02]}}\n"
+    )
+    settings = [*smoke_settings(training_text, tmp_path / "runs"), "training.steps=3"]
+    run_sweep(str(sweep), settings, None)
+    own = f"training.model_file={written(CODE)}"
+    with pytest.raises(RecipeError, match="result of another recipe: .*model_file was None"):
+        run_sweep(str(sweep), [*settings, own], None)
+    shutil.rmtree(tmp_path / "runs")
+    run_sweep(str(sweep), [*settings, own], None)
+    written(CODE + "# changed\n")
+    with pytest.raises(RecipeError, match="result of another recipe: code of training.model_file was"):
+        run_sweep(str(sweep), [*settings, own], None)
+
+
+def test_trusted_code_of_a_published_layout_is_not_run(tmp_path):
+    model = LoopedForCausalLM(LoopedConfig.from_preset("ouro", **TINY))
+    save_public(model, tmp_path, "ouro")
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["architectures"] = ["OuroForCausalLM"]
+    config["auto_map"] = {"AutoModelForCausalLM": "modeling_ouro.OuroForCausalLM"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "modeling_ouro.py").write_text("raise RuntimeError('this was run')\n")
+    assert type(LoopedForCausalLM.from_pretrained(tmp_path, trust_remote_code=True)) is LoopedForCausalLM

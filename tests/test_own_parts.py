@@ -474,6 +474,7 @@ def test_passes_of_a_step_add_up_to_one_auxiliary_loss():
     items = int((labels[:, 1:] != -100).sum())
     parts = [model(ids[i : i + 1], labels=labels[i : i + 1], num_items_in_batch=items).loss for i in range(3)]
     torch.testing.assert_close(sum(parts), model(ids, labels=labels).loss)
+    assert model(ids, labels=torch.full_like(ids, -100)).loss == 0  # the mean over no token is nan
 
 
 def test_an_auxiliary_loss_costs_no_exits():

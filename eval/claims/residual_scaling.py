@@ -50,7 +50,11 @@ def of_each_step(content: dict, number: Callable[..., float | None]) -> list[Est
     seeds = [seed for seed in content["seeds"].values() if seed["steps"] == STEPS]
     steps = range(STEPS)
     values = [[number(seed, step=step) for seed in seeds] for step in steps]
-    return [] if any(None in each for each in values) else [over_seeds(each, candidates=len(steps)) for each in values]
+    return (
+        []
+        if not seeds or any(None in each for each in values)
+        else [over_seeds(each, candidates=len(steps)) for each in values]
+    )
 
 
 def farthest_step(content: dict, rule: str) -> Estimate | None:

@@ -16,7 +16,7 @@ from transformers.utils import GENERATION_CONFIG_NAME
 from looped_recipes.common.checksums import LIST, read_sealed, renew_checksum, write_checksums
 from looped_recipes.common.files import is_foreign, remove, save_tokenizer, sync, sync_all
 from looped_recipes.data.shards import prepare
-from looped_recipes.settings.model_file import class_in_file
+from looped_recipes.settings.model_file import class_in_file, write_code
 from looped_recipes.settings.recipe import recipe_of_run
 from modeling_looped import LoopedConfig
 
@@ -24,6 +24,7 @@ from .checkpoint import TOKENIZER, load_weights, read_marker
 from .distributed import bare, to_shards
 from .finite import Divergence, first_nonfinite
 from .publish import model_card
+from .resume import CODE, checksum_of_code
 from .saving import CheckpointError, on_main_process
 
 
@@ -42,6 +43,12 @@ def export_model(path: str | Path, model: nn.Module, tokenizer=None, *, readme: 
 def export_checkpoint(run: Path, checkpoint: Path, path: Path) -> Path:
     """Export the model of a complete checkpoint of `run`, on any machine: nothing that a launch needs is required."""
     recipe, marker = recipe_of_run(run), read_marker(checkpoint)
+    trained, now = marker["config"].get(CODE), checksum_of_code(recipe)
+    if trained != now:
+        raise CheckpointError(
+            f"training.model_file={recipe.training.model_file!r} is not the code that {run} was trained with (its "
+            f"checksum was {trained}, is {now}): bring that back"
+        )
     with torch.device("meta"):
         model = class_in_file(recipe.training.model_file)(LoopedConfig.from_dict(marker["config"]["model"]))
     if "generation" in marker:  # checkpoints of older versions lack it
@@ -76,6 +83,7 @@ def write_export(path: Path, model: nn.Module, state: dict, tokenizer, readme):
     for leftover in (temporary, replaced):
         remove(leftover)
     whole.save_pretrained(temporary)
+    write_code(whole, temporary)
     if tokenizer is not None:
         save_tokenizer(tokenizer, temporary)
     if readme is not None:

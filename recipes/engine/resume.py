@@ -53,11 +53,10 @@ COMPARED_TRAINING = (  # settings of `training` that affect the computation of a
 def compared_settings(recipe: Recipe, model_config: dict, data) -> dict:
     """Return all compared settings, in sections. data: the result of `shards.prepare`."""
     dense = {} if recipe.dense.path is None else {"dense": dataclasses.asdict(recipe.dense)}
-    code = recipe.training.model_file
     return {
         **dense,
         "model": model_config,
-        CODE: None if code is None else checksum(code),
+        CODE: checksum_of_code(recipe),
         "data": {
             "sequence_length": recipe.data.sequence_length,
             "stride": recipe.data.stride or recipe.data.sequence_length,
@@ -75,6 +74,12 @@ def compared_settings(recipe: Recipe, model_config: dict, data) -> dict:
             "sampled_rows": sample_of_rows(data.validation),
         },
     }
+
+
+def checksum_of_code(recipe: Recipe) -> str | None:
+    """Return the checksum of the user's own code; None where there is none, or no longer."""
+    file = recipe.training.model_file
+    return checksum(file) if file is not None and Path(file).is_file() else None
 
 
 def sample_of_rows(rows) -> str:

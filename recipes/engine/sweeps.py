@@ -17,7 +17,15 @@ from looped_recipes.common.provenance import provenance, write_json
 from looped_recipes.common.replicas import Outcome, Replicas, settings_of
 from looped_recipes.engine.checkpoint import named_checkpoints, read_marker
 from looped_recipes.engine.peers import one_message
-from looped_recipes.engine.resume import COMPARED_TRAINING, VALIDATION, comparable, differing, shown
+from looped_recipes.engine.resume import (
+    CODE,
+    COMPARED_TRAINING,
+    VALIDATION,
+    checksum_of_code,
+    comparable,
+    differing,
+    shown,
+)
 from looped_recipes.engine.saving import CheckpointError, is_main_process
 from looped_recipes.engine.training import RESULTS, Divergence, Pretraining
 from looped_recipes.settings.recipe import Recipe, RecipeError, load_recipe
@@ -36,7 +44,10 @@ def refuse_other_recipe(run: Run):
     saved = Path(run.recipe.training.output_dir) / "recipe.yaml"
     if not saved.is_file():
         return
-    others = differing(deciding_settings(load_recipe(saved, finished=True)), deciding_settings(run.recipe))
+    before, now = deciding_settings(load_recipe(saved, finished=True)), deciding_settings(run.recipe)
+    if (compared := compared_of(run)) is not None:
+        before[CODE], now[CODE] = compared.get(CODE), checksum_of_code(run.recipe)
+    others = differing(before, now)
     if others:
         raise RecipeError(
             f"{saved.parent} holds the result of another recipe: {shown(others)}. Go back to that recipe, give the "
@@ -54,7 +65,7 @@ def deciding_settings(recipe: Recipe) -> dict:
             **{name: content[name] for name in ("dense", "depth", "optimizer", "schedule")},
             "model": comparable(recipe.model_config().to_dict()),
             "data": data,
-            "training": {key: content["training"][key] for key in COMPARED_TRAINING},
+            "training": {key: content["training"][key] for key in (*COMPARED_TRAINING, "model_file")},
             "evaluation": evaluation,
         }
     )

@@ -3,10 +3,14 @@
 import importlib.util
 import sys
 from pathlib import Path
+from types import ModuleType
 
 from modeling_looped import LoopedConfig, LoopedForCausalLM
 
 from .sections import RecipeError
+
+
+MODULES: dict[Path, ModuleType] = {}  # the files that were imported, each once
 
 
 def class_in_file(name: str | None) -> type[LoopedForCausalLM]:
@@ -14,36 +18,54 @@ def class_in_file(name: str | None) -> type[LoopedForCausalLM]:
     if name is None:
         return LoopedForCausalLM
     path = Path(name).resolve()
-    if not path.is_file() or path.suffix != ".py":
-        raise RecipeError(f"training.model_file={name!r} is no Python file (looked from {Path.cwd()})")
-    module = sys.modules.get(path.stem) or imported(path)
-    if (module.__file__ or "") != str(path):
-        raise RecipeError(f"training.model_file={name!r} has the name of a module, {module.__file__}: rename it")
-    own = [each for each in vars(module).values() if isinstance(each, type) and each.__module__ == path.stem]
-    found = [each.__name__ for each in own if issubclass(each, LoopedForCausalLM)]
+    if not path.is_file() or path.suffix != ".py" or not path.stem.isidentifier():
+        raise RecipeError(
+            f"training.model_file={name!r} is no Python file that can be imported (looked from {Path.cwd()})"
+        )
+    if (module := MODULES.get(path)) is None:
+        module = MODULES[path] = imported(path)
+    own = {each for each in vars(module).values() if isinstance(each, type) and each.__module__ == path.stem}
+    found = sorted((each for each in own if issubclass(each, LoopedForCausalLM)), key=lambda cls: cls.__name__)
     if len(found) != 1:
         raise RecipeError(
             f"training.model_file={name!r} must define one subclass of LoopedForCausalLM, but it defines "
-            f"{', '.join(found) or 'none'}"
+            f"{', '.join(cls.__name__ for cls in found) or 'none'}"
         )
-    model_class = getattr(module, found[0])
+    (model_class,) = found
     if model_class.config_class is not LoopedConfig:
         raise RecipeError(
-            f"training.model_file={name!r}: {found[0]} has a config_class of its own, and recipes set the fields of "
-            "LoopedConfig alone: keep what is new in attributes of the class"
+            f"training.model_file={name!r}: {model_class.__name__} has a config_class of its own, and recipes set the "
+            "fields of LoopedConfig alone: keep what is new in attributes of the class"
         )
     model_class.register_for_auto_class("AutoModelForCausalLM")
     return model_class
 
 
-def imported(path: Path):
+def imported(path: Path) -> ModuleType:
+    known = importlib.util.find_spec(path.stem)
+    if known is not None and known.origin != str(path):
+        raise RecipeError(f"training.model_file={str(path)!r} has the name of a module, {known.origin}: rename it")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None  # the name ends with .py
     module = importlib.util.module_from_spec(spec)
+    module.CODE = path.read_bytes()  # pyrefly: ignore[missing-attribute]  the file may be edited while the run goes on
     sys.modules[path.stem] = module
     try:
         spec.loader.exec_module(module)
+    except ImportError as error:
+        del sys.modules[path.stem]
+        raise RecipeError(
+            f"training.model_file={str(path)!r} imports what is not found ({error}): it is copied beside the weights "
+            "by itself, and may import packages that are installed, but no file beside it"
+        ) from error
     except BaseException:
         del sys.modules[path.stem]
         raise
     return module
+
+
+def write_code(model: LoopedForCausalLM, folder: Path):
+    """Write the code of a class from a file as it was imported, in the place of the copy of the file as it is now."""
+    for path, module in MODULES.items():
+        if module.__name__ == type(model).__module__:
+            (folder / path.name).write_bytes(module.CODE)
