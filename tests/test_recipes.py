@@ -802,6 +802,7 @@ def test_yaml_that_says_a_thing_twice_or_not_at_all(tmp_path):
     base, path = RECIPES / "smoke/lt.yaml", tmp_path / "a.yaml"
     for text, message in [
         ("training:\n  steps: 3\n  seed: 1\n  steps: 4\n", "line 4, column 3: 'steps' stands twice, first in line 2"),
+        ("optimizer:\n  lr:\n", "line 2, column 3: 'lr' has no value: write one, or null"),
         ("data: {}\ntraining: {steps: 3}\ndata: {}\n", "line 3, column 1: 'data' stands twice, first in line 1"),
     ]:
         path.write_text(text)

@@ -1,4 +1,5 @@
-"""YAML for recipes and sweeps: keys are unique, no number is octal or of base 60, an error is one line with its place.
+"""YAML for recipes and sweeps: keys are unique and have values, no number is octal or of base 60, an error is one line
+with its place.
 
 Plain YAML 1.1 reads 010 as 8 and 1:30 as 90, and silently takes the last of two equal keys.
 """
@@ -53,9 +54,11 @@ class StrictLoader(yaml.SafeLoader):
     def compose_mapping_node(self, anchor):
         node = super().compose_mapping_node(anchor)
         lines: dict[str, int] = {}
-        for key, _ in node.value:
+        for key, value in node.value:
             if not isinstance(key, yaml.ScalarNode):
                 raise _error("a key must be a word", key)
+            if self.depth > 1 and isinstance(value, yaml.ScalarNode) and value.value == "" and value.style is None:
+                raise _error(f"{key.value!r} has no value: write one, or null", key)
             if key.value in lines:
                 raise _error(f"{key.value!r} stands twice, first in line {lines[key.value]}: take one out", key)
             lines[key.value] = key.start_mark.line + 1
