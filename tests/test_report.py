@@ -283,6 +283,21 @@ def test_one_seed_has_no_interval(tmp_path):
     assert report.headlines(open_runs([folder]))[0].startswith("model.num_loops: 4 against 3")
 
 
+def change(run, section, **settings):
+    recipe = yaml.safe_load((run / "recipe.yaml").read_text())
+    recipe[section] |= settings
+    (run / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+
+
+def test_settings_that_decide_no_loss_part_no_seeds(tmp_path):
+    """3.2 +- 4.30265 * 0.2 / sqrt(3)."""
+    runs = [make_run(tmp_path / f"{seed}", seed=seed, held_out=3 + 0.2 * seed) for seed in range(3)]
+    change(runs[1], "logging", every=2)
+    change(runs[1], "data", cache_dir="elsewhere")
+    change(runs[2], "training", resume="changed", keep_last=1)
+    assert report.headlines(open_runs(runs)) == ["Loss 3.2000 [2.7032, 3.6968] over 3 seeds."]
+
+
 def test_task_results_of_every_depth(tmp_path):
     run = make_run(tmp_path / "first")
     for depth, accuracy in ((1, 0.25), (2, 0.375)):

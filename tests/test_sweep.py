@@ -315,6 +315,27 @@ def test_settings_that_change_together_are_one_axis():
     assert diverged.sentences() == ["1 run diverged, in no mean: c."]
 
 
+def said_of(runs, losses, folder, capsys) -> list[str]:
+    sweeps.say_over_seeds(runs, [{"loss": loss} for loss in losses], folder)
+    return capsys.readouterr().out.splitlines()[:-1]
+
+
+def test_settings_that_decide_no_loss_are_no_axis(tmp_path, capsys):
+    """3.2 is the mean of 3.0, 3.2 and 3.4, whose deviation is 0.2: 4.30265 * 0.2 / sqrt(3) = 0.4968."""
+    seeds = """
+- {name: a, training.seed: 0, logging.every: 1, data.cache_dir: x, training.save_every: 3}
+- {name: b, training.seed: 1, logging.every: 2, training.resume: changed, evaluation.every: 4}
+- {name: c, training.seed: 2, data.num_proc: 2, training.compile: true}
+"""
+    runs = load_sweep(written(tmp_path, f"runs:{seeds}"))
+    assert said_of(runs, (3.0, 3.2, 3.4), tmp_path, capsys) == ["Loss 3.2000 [2.7032, 3.6968] over 3 seeds."]
+    deciding = ("training.steps: 7", "data.sequence_length: 32", "evaluation.rows: 4", "training.rows_per_step: 4")
+    for key, value in (setting.split(": ") for setting in deciding):
+        runs = load_sweep(written(tmp_path, f"grid: {{{key}: [{value}, 16], training.seed: [0, 1]}}"))
+        (said,) = said_of(runs, (3.0, 3.0, 3.5, 3.5), tmp_path, capsys)
+        assert said == f"{key}: 16 against {value}: the loss changes by +0.5000 [+0.5000, +0.5000] over 2 seeds."
+
+
 REFUSED = """
 import sys
 from looped_recipes import sweep

@@ -7,6 +7,7 @@ from looped_eval.common.run_folder import RunFolder
 from looped_recipes.common.metrics import why_diverged
 from looped_recipes.common.replicas import Outcome, Replicas, settings_of
 from looped_recipes.common.words import counted
+from looped_recipes.settings.sections import deciding
 
 
 def in_order_of_sweep(runs: list[RunFolder]) -> list[RunFolder]:
@@ -29,7 +30,7 @@ def outcomes_of(runs: list[RunFolder]) -> list[Outcome]:
         above = loss is not None and why_diverged(loss, run.setting("training.max_loss")) is not None
         diverged = above or run.status.startswith("diverged")
         if run.recipe and (diverged or loss is not None and run.status == "finished"):
-            found.append(Outcome(run.name, settings_of(run.recipe), None if diverged else loss))
+            found.append(Outcome(run.name, settings_of(deciding(run.recipe)), None if diverged else loss))
     return found
 
 

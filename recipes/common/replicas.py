@@ -16,7 +16,7 @@ class Outcome(NamedTuple):
     """The end of a run."""
 
     name: str
-    settings: dict[str, object]  # section.key: value
+    settings: dict[str, object]  # section.key: value, of those that decide a loss
     loss: float | None  # None: it diverged
 
 

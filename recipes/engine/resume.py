@@ -21,7 +21,8 @@ from looped_recipes.common.metrics import read_metrics
 from looped_recipes.common.provenance import commit, versions
 from looped_recipes.settings.recipe import Recipe
 from looped_recipes.settings.sections import (
-    LENGTHS,
+    COMPARED_TRAINING,
+    OF_LENGTH,
     DenseConfig,
     DepthConfig,
     OptimizerConfig,
@@ -34,20 +35,9 @@ from .saving import CheckpointError
 
 
 NUM_SAMPLED_ROWS = 64
-OF_LENGTH = (*LENGTHS, "count_embedding")  # settings of `training` that set the length of a run
 CODE = "code of training.model_file"  # the compared checksum
 VALIDATION = "validation"  # the compared section that describes the validation rows
 VOLATILE = {"transformers_version", "_name_or_path", "architectures", "auto_map", "dtype"}  # fields of model configs
-COMPARED_TRAINING = (  # settings of `training` that affect the computation of a step or the number of steps
-    "seed",
-    "rows_per_step",
-    "initialize_from",
-    "freeze_all_but_gate",
-    "float8",
-    "taper_start",
-    "taper_end",
-    *OF_LENGTH,
-)
 
 
 def compared_settings(recipe: Recipe, model_config: dict, data) -> dict:

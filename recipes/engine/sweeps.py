@@ -17,18 +17,11 @@ from looped_recipes.common.provenance import provenance, write_json
 from looped_recipes.common.replicas import Outcome, Replicas, settings_of
 from looped_recipes.engine.checkpoint import named_checkpoints, read_marker
 from looped_recipes.engine.peers import one_message
-from looped_recipes.engine.resume import (
-    CODE,
-    COMPARED_TRAINING,
-    VALIDATION,
-    checksum_of_code,
-    comparable,
-    differing,
-    shown,
-)
+from looped_recipes.engine.resume import CODE, VALIDATION, checksum_of_code, comparable, differing, shown
 from looped_recipes.engine.saving import CheckpointError, is_main_process
 from looped_recipes.engine.training import RESULTS, Divergence, Pretraining
 from looped_recipes.settings.recipe import Recipe, RecipeError, load_recipe
+from looped_recipes.settings.sections import deciding
 from looped_recipes.settings.sweep_files import SweepFile
 
 from .sweep_runs import Run
@@ -36,7 +29,6 @@ from .sweep_runs import Run
 
 DIVERGED = "diverged.txt"
 OUTCOME = ("loss", "diverged", "metrics")
-WITHOUT_EFFECT = ("cache_dir", "num_proc", "expected_tokens")  # data settings without effect on the loss
 
 
 def refuse_other_recipe(run: Run):
@@ -57,18 +49,7 @@ def refuse_other_recipe(run: Run):
 
 def deciding_settings(recipe: Recipe) -> dict:
     """Return the settings that affect the final loss of a run."""
-    content = recipe.to_dict()
-    data = {key: value for key, value in content["data"].items() if key not in WITHOUT_EFFECT}
-    evaluation = {key: content["evaluation"][key] for key in ("rows", "loops")}
-    return comparable(
-        {
-            **{name: content[name] for name in ("dense", "depth", "optimizer", "schedule")},
-            "model": comparable(recipe.model_config().to_dict()),
-            "data": data,
-            "training": {key: content["training"][key] for key in (*COMPARED_TRAINING, "model_file")},
-            "evaluation": evaluation,
-        }
-    )
+    return comparable({**deciding(recipe.to_dict()), "model": comparable(recipe.model_config().to_dict())})
 
 
 def outcome(run: Run) -> dict | None:
@@ -239,7 +220,7 @@ def write_results(sweep: SweepFile, folder: Path, results: list[dict]):
 def say_over_seeds(runs: list[Run], results: list[dict], folder: Path):
     """Say what each setting changes, over seeds, if combinations of settings have several."""
     found = Replicas(
-        Outcome(run.name, settings_of(run.recipe.to_dict()), result["loss"])
+        Outcome(run.name, settings_of(deciding(run.recipe.to_dict())), result["loss"])
         for run, result in zip(runs, results)
         if run.same_as is None
     )

@@ -185,6 +185,17 @@ class LoggingConfig:
 
 
 LENGTHS = ("steps", "tokens", "epochs", "flops", "tokens_per_parameter")  # of a run: the recipe sets one of them
+OF_LENGTH = (*LENGTHS, "count_embedding")  # settings of `training` that set the length of a run
+COMPARED_TRAINING = (  # settings of `training` that affect the computation of a step or the number of steps
+    "seed",
+    "rows_per_step",
+    "initialize_from",
+    "freeze_all_but_gate",
+    "float8",
+    "taper_start",
+    "taper_end",
+    *OF_LENGTH,
+)
 SECTIONS = {
     "dense": DenseConfig,
     "data": DataConfig,
@@ -195,3 +206,19 @@ SECTIONS = {
     "evaluation": EvaluationConfig,
     "logging": LoggingConfig,
 }
+
+
+def deciding(recipe: dict) -> dict:
+    """Return the sections of a recipe without the settings that affect the final loss by rounding at most."""
+    return {
+        section: {key: value for key, value in (values or {}).items() if decides_loss(section, key)}
+        for section, values in recipe.items()
+    }
+
+
+def decides_loss(section: str, key: str) -> bool:
+    if section == "data":
+        return key not in ("cache_dir", "num_proc", "expected_tokens")
+    if section == "training":
+        return key in COMPARED_TRAINING or key == "model_file"
+    return key in ("rows", "loops") if section == "evaluation" else section != "logging"
