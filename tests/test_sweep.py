@@ -336,6 +336,24 @@ def test_settings_that_decide_no_loss_are_no_axis(tmp_path, capsys):
         assert said == f"{key}: 16 against {value}: the loss changes by +0.5000 [+0.5000, +0.5000] over 2 seeds."
 
 
+def ended(name, loss, seed, **settings) -> Outcome:
+    return Outcome(name, {"training.seed": seed, **{f"model.{key}": value for key, value in settings.items()}}, loss)
+
+
+def test_the_same_settings_and_seed_count_once():
+    """1.1 +- 12.7062 * 0.1, of 1.0 and 1.2 and of no other run."""
+    runs = [ended("a", 1.0, 0), ended("b", 1.2, 1), ended("again", 9.0, 1)]
+    found = Replicas(runs)
+    assert found.sentences() == [
+        "Loss 1.1000 [-0.1706, 2.3706] over 2 seeds.",
+        "Left out, with the settings and seed of an earlier run: again (as b).",
+    ]
+    assert found.rows() == [["2", "1.1000 [-0.1706, 2.3706]", "0"]]
+    assert Replicas([*runs, ended("third", None, 0)]).sentences()[1:] == [
+        "Left out, with the settings and seed of an earlier run: again (as b), third (as a)."
+    ]
+
+
 REFUSED = """
 import sys
 from looped_recipes import sweep

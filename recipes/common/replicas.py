@@ -74,7 +74,8 @@ def is_seed(key: str) -> bool:
 class Replicas:
     """Runs by their levels on each axis and by their seed.
 
-    An axis is a setting in which runs differ; settings that always change together are one axis.
+    An axis is a setting in which runs differ; settings that always change together are one axis. Of runs with the same
+    settings and seed, the first one counts.
     """
 
     def __init__(self, outcomes: Iterable[Outcome]):
@@ -88,9 +89,12 @@ class Replicas:
                 together.setdefault(tuple(map(distinct.index, values)), []).append((key, distinct))
         self.axes = [axis_of(settings) for settings in together.values()]
         self.runs: dict[tuple[int, ...], dict[tuple, Outcome]] = {}  # levels: seed: run
+        self.again: list[str] = []  # runs with the settings and the seed of an earlier one
         for place, outcome in zip(zip(*together) if together else [()] * len(outcomes), outcomes):
             seed = tuple(str(value) for key, value in sorted(outcome.settings.items()) if is_seed(key))
-            self.runs.setdefault(place, {})[seed] = outcome
+            first = self.runs.setdefault(place, {}).setdefault(seed, outcome)
+            if first is not outcome:
+                self.again.append(f"{outcome.name} (as {first.name})")
 
     @property
     def several(self) -> bool:
@@ -147,6 +151,8 @@ class Replicas:
             said.append(f"Loss {in_words(over_seeds(losses.values()))} over {counted(len(losses), 'seed')}")
         if self.diverged:
             said.append(f"{counted(len(self.diverged), 'run')} diverged, in no mean: {', '.join(self.diverged)}")
+        if self.again:
+            said.append(f"Left out, with the settings and seed of an earlier run: {', '.join(self.again)}")
         return [f"{words}." for words in said]
 
 
