@@ -354,6 +354,50 @@ def test_the_same_settings_and_seed_count_once():
     ]
 
 
+def of_rates(losses: dict) -> list[Outcome]:
+    """losses: {(rate, width): loss of each seed, None if it diverged}"""
+    return [
+        ended(f"{rate}_{width}_{seed}", loss, seed, rate=rate, width=width)
+        for (rate, width), of_seeds in losses.items()
+        for seed, loss in of_seeds.items()
+    ]
+
+
+def test_a_run_that_is_missing_takes_no_comparison_with_it():
+    """Rate 2 has no pair of seed 0 at width 64, nor of seed 1 at width 128: both have seed 2, while no width has all
+    seeds. There it changes -0.2 and -0.4."""
+    first = {0: 3.0, 1: 3.1, 2: 3.2}
+    losses = {(1, 64): first, (1, 128): first, (2, 64): {0: None, 1: 3.0, 2: 3.0}, (2, 128): {0: 2.9, 1: None, 2: 2.8}}
+    found = Replicas(of_rates(losses))
+    assert found.sentences()[0] == (
+        "model.rate: 2 against 1: the loss changes by -0.3000 in one seed, which has no interval."
+    )
+    # width 64 with 3 seeds is more than one seed of both: it changes -0.1, -0.2 and -0.3
+    losses |= {(2, 64): {0: 2.9, 1: 2.9, 2: 2.9}, (2, 128): {2: 9.0}}
+    rate = Replicas(of_rates(losses)).differences()[0]
+    assert rate.words == (  # 4.30265 * 0.1 / sqrt(3) = 0.2484
+        "model.rate: 2 against 1, in 1 of 2 other settings: no difference that 3 seeds tell "
+        "(loss -0.2000 [-0.4484, +0.0484])"
+    )
+    # two seeds of both are four pairs: -0.1 and -0.1 in seed 0, -0.2 and -0.4 in seed 1
+    losses |= {(2, 128): {0: 2.9, 1: 2.7, 2: None}}
+    rate = Replicas(of_rates(losses)).differences()[0]
+    assert rate.value == "-0.2000 [-1.4706, +1.0706]" and (rate.used, rate.of) == (2, 2)  # 12.7062 * 0.1
+    losses = {(1, 64): first, (1, 128): first, (2, 64): {0: 3.0}, (2, 128): {1: 3.0}}
+    assert Replicas(of_rates(losses)).differences()[0].words == (
+        "model.rate: 2 against 1: 2 of 2 other settings have pairs, but of no common seed"
+    )
+
+
+def test_other_settings_with_either_value_are_counted():
+    """Width 128 has rate 1 alone; rate 2 changes -0.1 at width 64, in both seeds."""
+    losses = {(1, 64): {0: 3.0, 1: 3.0}, (1, 128): {0: 2.0, 1: 2.0}, (2, 64): {0: 2.9, 1: 2.9}}
+    assert Replicas(of_rates(losses)).sentences()[0] == (
+        "model.rate: 2 against 1, in 1 of 2 other settings: "
+        "the loss changes by -0.1000 [-0.1000, -0.1000] over 2 seeds."
+    )
+
+
 REFUSED = """
 import sys
 from looped_recipes import sweep

@@ -31,9 +31,10 @@ class Difference(NamedTuple):
     axis: str
     level: str
     other: str
-    estimate: Estimate | None  # None: no two runs differ in this alone
-    used: int  # settings of the other axes that have both levels in every seed
-    of: int
+    estimate: Estimate | None  # None: no two runs differ in this alone, or those that do have no seed in common
+    used: int  # settings of the other axes that are averaged
+    paired: int  # those that have both levels in some seed
+    of: int  # those that have one of the levels
 
     @property
     def value(self) -> str:
@@ -46,8 +47,12 @@ class Difference(NamedTuple):
     @property
     def words(self) -> str:
         what, seeds = f"{self.axis}: {self.level} against {self.other}", counted(self.seeds, "seed")
+        if self.estimate is None and self.paired:
+            return f"{what}: {self.paired} of {counted(self.of, 'other setting')} have pairs, but of no common seed"
         if self.estimate is None:
             return f"{what}: no two runs of one seed differ in this alone"
+        if self.used < self.of:
+            what += f", in {self.used} of {counted(self.of, 'other setting')}"
         if self.estimate.low is None:
             return f"{what}: the loss changes by {self.value} in one seed, which has no interval"
         if self.estimate.low <= 0 <= self.estimate.high:
@@ -130,19 +135,26 @@ class Replicas:
     def difference(self, i: int, level: int, other: int) -> Difference:
         """Compare two levels of the i-th axis, in pairs of runs with the same seed and the same other settings.
 
-        The differences of a seed are averaged first, so that the interval is one over seeds. Other settings that lack
-        a pair of some seed are left out of all seeds.
+        The differences of a seed are averaged first, so that the interval is one over seeds. Every seed is averaged
+        over the same other settings: over those with a pair of every seed or, if these are fewer pairs, over all that
+        have pairs, in their common seeds.
         """
+        places = dict.fromkeys((place[:i], place[i + 1 :]) for place in self.runs if place[i] in (level, other))
         pairs = []
-        for place in self.runs:
-            if place[i] == level:
-                here, there = self.losses(place), self.losses((*place[:i], other, *place[i + 1 :]))
-                pairs.append({seed: here[seed] - there[seed] for seed in here if seed in there})
-        seeds = {seed for of_seeds in pairs for seed in of_seeds}
-        whole = [of_seeds for of_seeds in pairs if seeds and of_seeds.keys() == seeds]
-        estimate = over_seeds(fmean(each[seed] for each in whole) for seed in sorted(seeds)) if whole else None
+        for before, after in places:
+            here, there = (self.losses((*before, each, *after)) for each in (level, other))
+            if both := {seed: here[seed] - there[seed] for seed in here if seed in there}:
+                pairs.append(both)
+        seeds, used = set().union(*pairs), []
+        if pairs:
+            used = [of_seeds for of_seeds in pairs if of_seeds.keys() == seeds]
+            common = set.intersection(*map(set, pairs))
+            if len(common) * len(pairs) > len(seeds) * len(used):
+                seeds, used = common, pairs
+        estimate = over_seeds(fmean(each[seed] for each in used) for seed in sorted(seeds)) if used else None
         axis = self.axes[i]
-        return Difference(axis.name, axis.levels[level], axis.levels[other], estimate, len(whole), len(pairs))
+        counts = (len(used), len(pairs), len(places))
+        return Difference(axis.name, axis.levels[level], axis.levels[other], estimate, *counts)
 
     def sentences(self) -> list[str]:
         """Say what each axis changes, and which runs are in no mean."""
