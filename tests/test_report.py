@@ -5,6 +5,7 @@ import math
 import re
 import shutil
 from html.parser import HTMLParser
+from itertools import product
 from statistics import fmean
 
 import pytest
@@ -296,6 +297,26 @@ def test_settings_that_decide_no_loss_part_no_seeds(tmp_path):
     change(runs[1], "data", cache_dir="elsewhere")
     change(runs[2], "training", resume="changed", keep_last=1)
     assert report.headlines(open_runs(runs)) == ["Loss 3.2000 [2.7032, 3.6968] over 3 seeds."]
+
+
+def test_a_run_that_was_trained_once_counts_for_both_settings(tmp_path):
+    """4 loops change -0.1 without a rule and +0.4 with it, where 1 loop is that without: +0.15. The rule changes 0 at
+    1 loop and +0.5 at 4: +0.25."""
+    lines, losses = [], {("none", 1): 3.0, ("none", 4): 2.9, ("linear", 1): None, ("linear", 4): 3.4}
+    for ((rule, loops), loss), seed in product(losses.items(), (0, 1)):
+        line = {"name": f"{rule}_{loops}_{seed}", "model.num_loops": loops, "training.seed": seed}
+        lines.append({**line, "model.residual_scaling": rule})
+        if loss is None:
+            lines[-1]["same_as"] = f"none_{loops}_{seed}"
+        else:
+            change(make_run(tmp_path / line["name"], loops, seed=seed, held_out=loss), "model", residual_scaling=rule)
+    (tmp_path / "results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert report.headlines(open_runs([tmp_path])) == [
+        "model.num_loops: 4 against 1: the loss changes by +0.1500 [+0.1500, +0.1500] over 2 seeds.",
+        "model.residual_scaling: linear against none: the loss changes by +0.2500 [+0.2500, +0.2500] over 2 seeds.",
+    ]
+    without_rule = [tmp_path / f"none_1_{seed}" for seed in (0, 1)]
+    assert report.headlines(open_runs(without_rule)) == ["Loss 3.0000 [3.0000, 3.0000] over 2 seeds."]
 
 
 def test_task_results_of_every_depth(tmp_path):

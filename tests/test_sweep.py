@@ -398,6 +398,18 @@ def test_other_settings_with_either_value_are_counted():
     )
 
 
+def test_runs_that_are_trained_once_count_for_both_settings(tmp_path, capsys):
+    """4 loops change -0.1 without a rule and +0.4 with it, where 1 loop is that without: +0.15. The rule changes 0 at
+    1 loop and +0.5 at 4: +0.25. Seeds are equal."""
+    grid = "{model.residual_scaling: [none, linear], model.num_loops: [1, 4], training.seed: [0, 1]}"
+    runs = load_sweep(written(tmp_path, f"grid: {grid}"))
+    assert [run.same_as is not None for run in runs] == [False] * 4 + [True] * 2 + [False] * 2
+    assert said_of(runs, [3.0, 3.0, 2.9, 2.9, 3.0, 3.0, 3.4, 3.4], tmp_path, capsys) == [
+        "model.num_loops: 4 against 1: the loss changes by +0.1500 [+0.1500, +0.1500] over 2 seeds.",
+        "model.residual_scaling: linear against none: the loss changes by +0.2500 [+0.2500, +0.2500] over 2 seeds.",
+    ]
+
+
 REFUSED = """
 import sys
 from looped_recipes import sweep

@@ -1,6 +1,7 @@
 """What runs that differ only in their seed say together: mean losses, and what each setting changes."""
 
 import json
+from pathlib import Path
 
 from looped_eval.common.page import Explanation, Finding, Section, Table
 from looped_eval.common.run_folder import RunFolder
@@ -10,28 +11,47 @@ from looped_recipes.common.words import counted
 from looped_recipes.settings.sections import deciding
 
 
-def in_order_of_sweep(runs: list[RunFolder]) -> list[RunFolder]:
-    """Sort runs as the sweep has them, whose first value of a setting is the one that others are compared with."""
-    order: dict[object, int] = {}
+def lines_of_sweeps(runs: list[RunFolder]) -> dict[Path, dict]:
+    """Return {folder of a run: its line in the results of its sweep}, in the order of the sweep."""
+    found: dict[Path, dict] = {}
     for path in dict.fromkeys(run.folder.parent / "results.jsonl" for run in runs):
         try:
-            names = [json.loads(line)["name"] for line in path.read_text(encoding="utf-8").splitlines()]
-            order |= {path.parent / name: i for i, name in enumerate(names)}
+            lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+            found |= {path.parent / line["name"]: line for line in lines}
         except (OSError, ValueError, KeyError, TypeError):  # not there, or no results of a sweep
             continue
-    return sorted(runs, key=lambda run: order.get(run.folder, len(order)))
+    return found
+
+
+def settings_in(line: dict) -> dict[str, object]:
+    return {key: value for key, value in line.items() if "." in key}
 
 
 def outcomes_of(runs: list[RunFolder]) -> list[Outcome]:
-    """Return the ends of the runs that have ended; a diverged one has no loss."""
-    found = []
-    for run in in_order_of_sweep(runs):
+    """Return the ends of the runs that have ended, in the order of their sweep, whose first value of a setting is the
+    one that others are compared with; a diverged one has no loss.
+
+    A run that the sweep did not train, as it is the same as another one, ends as that one did. It counts if each of
+    its settings is known and has a value that a trained run has, too.
+    """
+    found = {}
+    for run in runs:
         loss = run.last("validation/loss")
         above = loss is not None and why_diverged(loss, run.setting("training.max_loss")) is not None
         diverged = above or run.status.startswith("diverged")
         if run.recipe and (diverged or loss is not None and run.status == "finished"):
-            found.append(Outcome(run.name, settings_of(deciding(run.recipe)), None if diverged else loss))
-    return found
+            found[run.folder] = Outcome(run.name, settings_of(deciding(run.recipe)), None if diverged else loss)
+    lines = lines_of_sweeps(runs)
+    known = {(key, str(value)) for outcome in found.values() for key, value in outcome.settings.items()}
+    for folder, line in lines.items():
+        first = folder.parent / str(line.get("same_as"))
+        if folder in found or first not in found or first not in lines:
+            continue
+        own, of_first = settings_in(line), settings_in(lines[first])
+        if own.keys() >= of_first.keys() and known.issuperset((key, str(value)) for key, value in own.items()):
+            found[folder] = found[first]._replace(name=line["name"], settings=found[first].settings | own)
+    order = {folder: i for i, folder in enumerate(lines)}
+    return [found[folder] for folder in sorted(found, key=lambda folder: order.get(folder, len(order)))]
 
 
 def sentences(runs: list[RunFolder]) -> list[str]:

@@ -222,7 +222,6 @@ def say_over_seeds(runs: list[Run], results: list[dict], folder: Path):
     found = Replicas(
         Outcome(run.name, settings_of(deciding(run.recipe.to_dict())), result["loss"])
         for run, result in zip(runs, results)
-        if run.same_as is None
     )
     if found.several:
         print("\n".join(found.sentences()))
