@@ -70,6 +70,22 @@ def parameters_by_loop(module: nn.Module) -> list[nn.Parameter]:
     return [parameter for part in stacked for parameter in part.parameters(recurse=False)]
 
 
+def count_in_a_loop(trunk) -> int:
+    """Count the parameters of the core that one loop applies to each token: one of the per-loop sets, and no
+    modulation, which makes factors from an embedding of the time once per sequence.
+
+    Looks at no shapes: of a sharded model, whose parameters here are flat or empty, it counts what is here.
+    """
+    stacked = {id(parameter) for parameter in parameters_by_loop(trunk.core)}
+    shared = of_all_loops = 0
+    for name, parameter in trunk.core.named_parameters():
+        if id(parameter) in stacked:
+            of_all_loops += parameter.numel()
+        elif "modulation" not in name.split("."):
+            shared += parameter.numel()
+    return shared + of_all_loops // trunk.config.num_loop_sets
+
+
 def select_set(loop: int | list[int], num_sets: int, device) -> int | torch.Tensor:
     """Return the index of the set that loop t takes; one per row, [rows], if rows are at different loops."""
     return one_or_rows(lambda t: min(t, num_sets - 1), loop, device)

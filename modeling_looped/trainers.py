@@ -14,11 +14,12 @@ sample.
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from torch import nn
 from transformers import Trainer
 
 from .checks import refuse_if
 from .depth import check_depths
-from .loop_parameters import parameters_by_loop
+from .loop_parameters import count_in_a_loop
 from .modeling_looped import LoopedModel
 from .samplers import depths_of_step, initial_state_of_step
 
@@ -92,7 +93,8 @@ class OwnLoss:
         """Return what the Trainer sums up in `total_flos`: for every token 6 operations with each parameter that is no
         embedding, and with those of a loop as many in every loop of the last pass, or 2 in loops without gradients.
 
-        Coda and head count once, also in losses over loops, which read them several times."""
+        Coda and head count once, also in losses over loops, which read them several times. What a loop computes once
+        for all tokens, embeddings of the loop or of the time and modulation, does not count."""
         operations = Trainer.floating_point_ops(self, inputs)  # with every parameter once; 0 without input_ids
         trunks = [part for part in self.model.modules() if isinstance(part, LoopedModel)]
         for trunk in trunks if operations else []:
@@ -100,10 +102,10 @@ class OwnLoss:
             tokens, rows = inputs["input_ids"].numel(), len(inputs["input_ids"])
             depths = check_depths(trunk.config.num_loops if num_loops is None else num_loops, rows)
             with_gradient = [depth if backprop_loops is None else min(depth, backprop_loops) for depth in depths]
-            looped = sum(p.numel() for part in (trunk.core, trunk.injection) for p in part.parameters())
-            of_other_loops = sum(p.numel() - p[0].numel() for p in parameters_by_loop(trunk.core))
-            in_each = (2 * sum(depths) + 4 * sum(with_gradient)) / rows * (looped - of_other_loops)
-            operations += tokens * (in_each - 6 * looped)
+            per_parameter = (2 * sum(depths) + 4 * sum(with_gradient)) / rows
+            in_loops = per_parameter * (count_in_a_loop(trunk) + count(trunk.injection))
+            counted_once = count(trunk.core) + count(trunk.injection) + count(trunk.loop_embedding)
+            operations += tokens * (in_loops - 6 * counted_once)
         return operations
 
     def _drawn(self: Any, model, inputs: dict) -> dict[str, Any]:
@@ -122,6 +124,10 @@ class OwnLoss:
             "and a prefix has the depth that it was made at: use LoRA and its like, or leave out `depths`",
         )
         return self.depths.of_step(plain, self.args.seed, step, rows, given.shape[1], given.device)
+
+
+def count(part: nn.Module | None) -> int:
+    return 0 if part is None else sum(parameter.numel() for parameter in part.parameters())
 
 
 def has_loss_of_trl(cls: type) -> bool:

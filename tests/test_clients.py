@@ -390,6 +390,8 @@ COUNTED = {  # fields, and how depths are drawn
     "without_gradients": ({"num_loops": 2}, ("fixed", 5, 1)),
     "drawn": ({"num_loops": 2}, ("poisson", 4, 2)),
     "deltas": ({"num_loops": 4, "loop_lora_rank": 8}, None),
+    "modulation": ({"num_loops": 3, "loop_embedding": "modulation"}, None),
+    "time": ({"num_loops": 3, "loop_embedding": "time"}, ("fixed", 4, 2)),
 }
 
 
@@ -398,7 +400,8 @@ COUNTED = {  # fields, and how depths are drawn
 @pytest.mark.parametrize("case", COUNTED)
 @pytest.mark.some(3)
 def test_operations_of_training_are_those_that_torch_counts(case, per, tmp_path):
-    """But for the products of attention, which transformers leaves out too."""
+    """But for the products of attention, which transformers leaves out too, and for what a loop computes once for all
+    tokens."""
     from modeling_looped.trainers import DrawnDepths, OwnLoss
 
     fields, drawn = COUNTED[case]
@@ -407,12 +410,33 @@ def test_operations_of_training_are_those_that_torch_counts(case, per, tmp_path)
         depths = drawn and DrawnDepths(drawn[0], mean=drawn[1], backprop_loops=drawn[2], per=per)
 
     model = tiny_model(**OF_LOOPS, **fields)
-    rows = [{"input_ids": row, "labels": row} for row in random_ids(10, 6).tolist()]
+    length = 32 if "loop_embedding" in fields else 6  # so that what is computed once for all tokens is little
+    rows = [{"input_ids": row, "labels": row} for row in random_ids(10, length).tolist()]
     arguments = {"max_steps": 3, "per_device_train_batch_size": 4, "use_cpu": True, "report_to": "none"}
     trainer = Training(model, TrainingArguments(str(tmp_path), save_strategy="no", **arguments), train_dataset=rows)
     with FlopCounterMode(display=False) as counter:
         trainer.train()
     assert trainer.state.total_flos == pytest.approx(counter.get_total_flops(), rel=0.03)
+
+
+def test_operations_are_counted_of_shards_too():
+    """As under FSDP, where a process has flat parts of some parameters, and nothing of the others."""
+    from modeling_looped.trainers import OwnLoss
+
+    class Counting(OwnLoss, Trainer):
+        def __init__(self, model):
+            self.model = model
+
+    fields = {"num_loops": 4, "loop_lora_rank": 8, "loop_embedding": "modulation"}
+    whole = tiny_model(**OF_LOOPS, **fields)
+    inputs, first, second = {"input_ids": random_ids(2, 6)}, copy.deepcopy(whole), copy.deepcopy(whole)
+    limit, place = sum(p.numel() for p in whole.parameters()) // 2, 0
+    for of_first, of_second in zip(first.parameters(), second.parameters()):
+        flat, here = of_first.detach().flatten(), max(0, limit - place)
+        place += len(flat)
+        of_first.data, of_second.data = flat[:here], flat[here:]
+    counted = [Counting(model).floating_point_ops(inputs) for model in (first, second)]
+    assert all(counted) and sum(counted) == pytest.approx(Counting(whole).floating_point_ops(inputs), rel=1e-4)
 
 
 def test_drawn_depths_do_not_go_with_a_prefix():

@@ -17,9 +17,9 @@ from looped_eval.common.model_folder import open_config, open_tokenizer
 from looped_eval.common.timing import least_seconds, now
 from looped_eval.halting.calibration import never
 from looped_eval.halting.scoring import measure
-from looped_recipes.common.flops import count_in_a_loop
 from modeling_looped import LoopedCache, LoopedForCausalLM, continuous, graph_decoding
 from modeling_looped.exit_criteria import CRITERIA, ExitRule
+from modeling_looped.loop_parameters import count_in_a_loop
 from modeling_looped.proposals import PassSeconds
 from modeling_looped.row_graphs import can_have_graphs
 from modeling_looped.row_passes import Tokens
@@ -198,7 +198,7 @@ def watched_checks():
 
 def cost(model, rule, loops: torch.Tensor) -> float:
     """Count multiplications with weights: of loops, of checks that need the head, and of the readout of each token."""
-    core, head = count_in_a_loop(model.model.core), model.lm_head.weight.numel()
+    core, head = count_in_a_loop(model.model), model.lm_head.weight.numel()
     heads = torch.ones_like(loops)
     if rule is not None and rule.criterion.needs == "logits":
         limit = model.config.num_loops

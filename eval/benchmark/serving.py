@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 
 from looped_eval.common.timing import now
-from looped_recipes.common.flops import count_in_a_loop
 from modeling_looped.exit_criteria import ExitRule
+from modeling_looped.loop_parameters import count_in_a_loop
 from modeling_looped.row_passes import Tokens
 from modeling_looped.shared_passes import SharedPasses
 
@@ -122,7 +122,7 @@ def serve(model, asked: list, arrivals: list[float], max_rows: int, how: dict) -
     latencies = [latency for _, latency in results]
     speed, decoding = (len(loops) + len(asked)) / seconds, sum(tick.rows > 0 for tick in ticks)
     rows = passes.row_ticks / decoding
-    weights = decoding * count_in_a_loop(model.model.core) + calls["read_logits"] * model.lm_head.weight.numel()
+    weights = decoding * count_in_a_loop(model.model) + calls["read_logits"] * model.lm_head.weight.numel()
     without_prompts = [tick for tick in ticks if not tick.has_prompts]
     loop_seconds = sum(tick.seconds for tick in without_prompts) / sum(tick.rows for tick in without_prompts)
     return Served(speed, loop_seconds, latencies, loops, rows, len(loops) / calls["read_logits"], weights)

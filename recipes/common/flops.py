@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from modeling_looped import LoopedForCausalLM
-from modeling_looped.loop_parameters import parameters_by_loop
+from modeling_looped.loop_parameters import count_in_a_loop
 from modeling_looped.losses import start_of_last_third
 
 
@@ -37,13 +37,6 @@ class Sizes:
     head: int  # norm and unembedding: once per readout
     without_embedding: int  # total without the table of the token embedding, also where that table is the head too
     multiplied: int  # all that matrix products and norms use: total without the tables that are only looked up
-
-
-def count_in_a_loop(core) -> int:
-    """Count the parameters that one loop applies to each token: one of the per-loop parameter sets, and no modulation,
-    which makes factors from an embedding of the time once per sequence."""
-    others = sum(p.numel() - p[0].numel() for p in parameters_by_loop(core))
-    return count(core) - others - sum(count(block.modulation) for block in core)
 
 
 def count_of_keys(core) -> int:
@@ -79,7 +72,7 @@ def sizes_of_new_model(config) -> Sizes:
         embedding=embedding,
         value_tables=tables,
         outer=count(trunk.prelude) + count(trunk.prelude_norm),
-        core=count_in_a_loop(trunk.core) + count(trunk.injection),
+        core=count_in_a_loop(trunk) + count(trunk.injection),
         core_keys=count_of_keys(trunk.core),
         coda=count(trunk.coda) + count(trunk.coda_proj),
         head=count(trunk.norm) + count(trunk.alpha_readout) + model.lm_head.weight.numel() + count(model.exit_gate),
