@@ -382,6 +382,28 @@ def test_halting_goes_on_with_what_is_worth_it():
     assert next_command(args, at_depths(1.5, 1.005, 1, 1), exits_at(2.3, 1.5)) == "looped chat m --num-loops 2"
     args = halting_options.parse(["m", "--write"])
     assert next_command(args, at_depths(1.5, 1.2, 1, 1), exits_at(2.3, 1.5)) == "looped chat m"
+    given = ["m", "a text.txt", "--sequences", "8", "--length", "9", "--criteria", "entropy", "kl", "--seed", "3"]
+    args = halting_options.parse(given)
+    assert next_command(args, at_depths(1.5, 1.2, 1, 1), exits_at(2.3, 1.5)) == (
+        "looped halting m 'a text.txt' --sequences 8 --length 9 --criteria entropy kl --seed 3 --write"
+    )
+
+
+def at_loops(criterion: str, wanted: float, loops: float, perplexity: float) -> dict:
+    return {"criterion": criterion, "wanted_loops": wanted, "mean_loops": loops, "perplexity": perplexity}
+
+
+@pytest.mark.parametrize("first,said", [("3", ""), ("1.5", ""), ("1.2", " --mean-loops 3")])
+def test_halting_writes_what_it_has_just_measured(first, said):
+    """At the first of --mean-loops, as --write does, or at the first that some criterion reaches."""
+    given = ["m", "t.txt", "--length", "9", "--mean-loops", first, "3", "1.5"]
+    rows = [at_loops("entropy", 1.5, 1.5, 8.0), at_loops("entropy", 3, 3.0, 7.0), at_loops("kl", 3, 3.0, 6.0)]
+    args, best = halting_options.parse(given), "entropy" if first == "1.5" else "kl"
+    command = next_command(args, [], rows)
+    assert command == f"looped halting {' '.join(given)}{said} --write {best}"
+    again = halting_options.parse(command.split()[2:])
+    assert again.write == best and again.mean_loops[0] == float("3" if said else first)
+    assert {**vars(args), **{key: vars(again)[key] for key in ("write", "mean_loops", "command")}} == vars(again)
 
 
 def test_the_best_depth_in_a_sentence():

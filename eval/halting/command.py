@@ -282,15 +282,18 @@ def table(rows: list[dict]) -> str:
 
 
 def next_command(args, fixed: list[dict], tokens: list[dict]) -> str:
-    """Return the command that uses the result: exits if they gain, else the fixed depth that is enough."""
+    """Return the command that uses the result: exits if they gain, else the fixed depth that is enough.
+
+    To write, it is the same command again, so that the threshold is calibrated on the same text."""
     if args.write is not None:
         return typed("looped chat", args.model)
     if not args.budget:
-        mean = tokens[0]["wanted_loops"]
-        best = best_at_equal_loops(at_first(tokens, "wanted_loops"))
-        return typed("looped halting", args.model, "--mean-loops", f"{mean:g}", "--write", best["criterion"])
+        reached = [mean for mean in args.mean_loops if any(row["wanted_loops"] == mean for row in tokens)]
+        best = best_at_equal_loops([row for row in tokens if row["wanted_loops"] == reached[0]])
+        at_mean = "" if reached[0] == args.mean_loops[0] else f" --mean-loops {reached[0]:g}"
+        return f"{args.command}{at_mean} --write {best['criterion']}"
     if exits_gain(fixed, tokens, args.budget[0]):
-        return typed("looped halting", args.model, "--write")
+        return f"{args.command} --write"
     return typed("looped chat", args.model, "--num-loops", shallowest_depth(fixed, args.budget[0]))
 
 
