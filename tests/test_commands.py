@@ -25,7 +25,7 @@ from looped_eval.diagnose import options as options_of_diagnose
 from looped_eval.diagnose.options import described
 from looped_eval.halting import options as halting_options
 from looped_eval.halting.command import next_command
-from looped_eval.halting.conclusion import conclusion
+from looped_eval.halting.conclusion import conclusion, conclusion_at_loops
 from looped_eval.harness.command import as_lm_eval_spells
 from looped_eval.readout_table import options as options_of_readout_table
 from looped_recipes import convert
@@ -404,6 +404,16 @@ def test_halting_writes_what_it_has_just_measured(first, said):
     again = halting_options.parse(command.split()[2:])
     assert again.write == best and again.mean_loops[0] == float("3" if said else first)
     assert {**vars(args), **{key: vars(again)[key] for key in ("write", "mean_loops", "command")}} == vars(again)
+
+
+def test_more_loops_than_asked_for_are_no_better_criterion():
+    near, far = at_loops("kl", 1.5, 1.57, 9.0), at_loops("entropy", 1.5, 1.6, 8.0)
+    few = at_loops("max_prob", 1.5, 1.0, 9.5)
+    said = conclusion_at_loops([], [far, near, few])
+    assert "kl has the lowest perplexity, 9.00 in 1.57 loops; left out for more loops on the other text" in said
+    assert "other text: entropy (1.60)." in said and "max_prob" not in said
+    said = conclusion_at_loops([], [far, at_loops("kl", 1.5, 2.0, 9.0)])
+    assert "entropy has the lowest perplexity, 8.00 in 1.60 loops." in said
 
 
 def test_the_best_depth_in_a_sentence():

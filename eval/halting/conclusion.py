@@ -12,8 +12,21 @@ def cheapest(tokens: list[dict]) -> dict:
     return max(tokens, key=lambda row: row["predicted_speedup"])
 
 
+MORE_LOOPS = 1.05  # times those asked for: more are not equal
+
+
+def at_equal_loops(tokens: list[dict]) -> list[dict]:
+    """Return the rows that took at most 5 % more loops on the other text than were asked for, or all if none did."""
+    return [row for row in tokens if row["mean_loops"] <= MORE_LOOPS * row["wanted_loops"]] or tokens
+
+
 def best_at_equal_loops(tokens: list[dict]) -> dict:
-    return min(tokens, key=lambda row: row["perplexity"])
+    """Return the row with the lowest perplexity, of those that did not buy it with more loops: `at_equal_loops`.
+
+    Rows with fewer loops than were asked for take part, so a better criterion may be among the others: thresholds at
+    which many tokens have the same score leave no nearer number of loops.
+    """
+    return min(at_equal_loops(tokens), key=lambda row: row["perplexity"])
 
 
 def exits_gain(fixed: list[dict], tokens: list[dict], budget: float) -> bool:
@@ -45,16 +58,19 @@ def conclusion(fixed: list[dict], tokens: list[dict], budget: float, num_loops: 
 
 def conclusion_at_loops(fixed: list[dict], tokens: list[dict]) -> str:
     """Name the criterion with the lowest perplexity at each mean number of loops, beside the fixed depth if there is
-    one.
+    one, and those that are left out for taking more loops.
 
     tokens: for each criterion and number of loops, the results of its calibrated threshold on other text.
     """
     said = []
     for wanted in dict.fromkeys(row["wanted_loops"] for row in tokens):
-        best = best_at_equal_loops([row for row in tokens if row["wanted_loops"] == wanted])
+        rows = [row for row in tokens if row["wanted_loops"] == wanted]
+        best, compared = best_at_equal_loops(rows), at_equal_loops(rows)
         words = f"Calibrated to {wanted:g} mean loops, {best['criterion']} has the lowest perplexity"
         words += f", {best['perplexity']:.2f} in {best['mean_loops']:.2f} loops"
         at_depth = {row["loops"]: row["perplexity"] for row in fixed}.get(wanted)
         words += "" if at_depth is None else f"; a fixed depth of {wanted:g} has {at_depth:.2f}"
+        more = [f"{row['criterion']} ({row['mean_loops']:.2f})" for row in rows if row not in compared]
+        words += f"; left out for more loops on the other text: {', '.join(more)}" if more else ""
         said.append(f"{words}.")
     return " ".join(said)

@@ -3,12 +3,15 @@
 MODEL is a saved model or the folder of its training run, TEXT txt, jsonl, parquet or a dataset (default: what the run
 held out for validation). On one slice of the text, every exit criterion gets the threshold with the fewest loops whose
 perplexity is at most 1 + budget times that of full depth, or for each of --mean-loops the threshold whose mean loops
-are nearest to it and not above (equal compute); on another slice, without overlap, this is measured:
+are nearest to it and not above; on another slice, without overlap, this is measured:
 
     sequences   text is scored, and a sequence leaves its batch when the mean score of its tokens passes the threshold
                 (readout blind spot, appendix H); the speed-up is over scoring the same batches at full depth
     tokens      each token exits by itself, as in generate; --write stores the criterion, its threshold and min_loops
                 in the model's generation_config.json, which generate then follows
+
+At equal mean loops criteria differ in what reading costs, which is in the predicted speed-up: those on logits read
+them at every check.
 
 Prints perplexity, loops and speed-up, and writes halting.json and halting.svg (perplexity over tokens/s) to eval/ of
 the training run, where looped report finds them, or, without one, to runs/eval/<model>.
