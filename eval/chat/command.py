@@ -6,9 +6,8 @@ import torch
 from transformers import TextStreamer
 
 from looped_eval.common.findings import loops_in_words
-from looped_eval.common.model_folder import open_config, open_tokenizer
+from looped_eval.common.model_folder import open_config, open_model, open_tokenizer
 from looped_recipes.common.words import counted
-from modeling_looped import LoopedForCausalLM
 
 from .options import parse
 
@@ -84,11 +83,7 @@ def main(arguments: list[str] | None = None):
         )
     folder, config = open_config(args.model)
     tokenizer = open_tokenizer(folder, args.tokenizer, config)
-    model = (
-        LoopedForCausalLM.from_pretrained(folder, dtype=args.dtype, trust_remote_code=args.trust_remote_code)
-        .to(args.device)
-        .eval()
-    )
+    model = open_model(folder, args, dtype=args.dtype)
     names = ("num_loops", "exit_criterion", "exit_threshold", "min_loops")
     settings = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     if args.exit_criterion == "none":  # switches off the criterion that was saved with the model

@@ -8,7 +8,7 @@ from transformers import AutoTokenizer
 from looped_recipes.common.checksums import check_folder
 from looped_recipes.common.command_line import typed
 from looped_recipes.common.hub import model_inside
-from modeling_looped import LoopedConfig
+from modeling_looped import LoopedConfig, LoopedForCausalLM
 
 
 LONG_TEXTS = "sequence-length-is-longer-than-the-specified-maximum"  # key of a warning of transformers
@@ -23,6 +23,12 @@ def open_config(target: str) -> tuple[Path, LoopedConfig]:
             "fetched (`hf download NAME --local-dir FOLDER`)"
         )
     return folder, LoopedConfig.from_pretrained(folder)
+
+
+def open_model(folder: Path, args, **asked) -> LoopedForCausalLM:
+    """Open a model to run it. args: options with `device` and `trust_remote_code`."""
+    model = LoopedForCausalLM.from_pretrained(folder, trust_remote_code=args.trust_remote_code, **asked)
+    return model.to(args.device).eval()
 
 
 def open_tokenizer(folder: Path, name: str | None, config: LoopedConfig):

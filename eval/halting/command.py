@@ -8,7 +8,14 @@ from pathlib import Path
 import torch
 
 from looped_eval.common.held_out import held_out_rows
-from looped_eval.common.model_folder import joined_tokens, open_config, open_tokenizer, results_folder, training_run
+from looped_eval.common.model_folder import (
+    joined_tokens,
+    open_config,
+    open_model,
+    open_tokenizer,
+    results_folder,
+    training_run,
+)
 from looped_eval.common.progress import progress
 from looped_eval.common.timing import least_seconds
 from looped_recipes.common.checksums import renew_checksum
@@ -18,7 +25,7 @@ from looped_recipes.common.flops import attention_flops, forward_flops_per_token
 from looped_recipes.common.provenance import note_what_is_replaced, write_json
 from looped_recipes.data.sources import training_source
 from looped_recipes.settings.recipe import DataConfig
-from modeling_looped import LoopedConfig, LoopedForCausalLM
+from modeling_looped import LoopedConfig
 from modeling_looped.depth_options import EXIT_FIELDS
 from modeling_looped.exit_criteria import CRITERIA, ExitRule
 
@@ -320,8 +327,7 @@ def run(args) -> Path:
     calibration_rows, rows = two_slices(args, folder, config)
     amount = f"{len(calibration_rows)} rows to calibrate on and {len(rows)} to measure, of {args.length} tokens"
     print(f"{amount}, by {len(names)} of {len(CRITERIA)} criteria in {args.num_loops} loops", flush=True)
-    asked = {"dtype": getattr(torch, args.dtype), "trust_remote_code": args.trust_remote_code}
-    model = LoopedForCausalLM.from_pretrained(folder, **asked).to(args.device).eval()
+    model = open_model(folder, args, dtype=getattr(torch, args.dtype))
 
     measured = measure(model, calibration_rows, args.num_loops, names, args.batch_size)
     parts = {"sequences": measured.sequences(), "tokens": measured.tokens()}

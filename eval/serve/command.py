@@ -14,9 +14,8 @@ from fastapi import FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
-from looped_eval.common.model_folder import open_config, open_tokenizer
+from looped_eval.common.model_folder import open_config, open_model, open_tokenizer
 from looped_recipes.common.errors import CommandError
-from modeling_looped import LoopedForCausalLM
 from modeling_looped.shared_passes import SharedPasses
 
 from .handlers import Chat, Completions, OneModel, SharedState
@@ -103,11 +102,7 @@ def main(arguments: list[str] | None = None):
     tokenizer = open_tokenizer(folder, args.tokenizer, config)
     asked = {"num_loops": args.num_loops, "attn_implementation": args.attn_implementation}
     asked = {name: value for name, value in asked.items() if value is not None}
-    model = (
-        LoopedForCausalLM.from_pretrained(folder, dtype=args.dtype, trust_remote_code=args.trust_remote_code, **asked)
-        .to(args.device)
-        .eval()
-    )
+    model = open_model(folder, args, dtype=args.dtype, **asked)
     max_tokens = args.max_tokens or args.max_rows * model.config.max_position_embeddings
     with SharedPasses(model, args.max_rows, max_tokens) as passes:
         app = build_app(args.name or args.model, model, tokenizer, passes, args.max_loops)

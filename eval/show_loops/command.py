@@ -8,11 +8,10 @@ import torch
 from transformers import GenerationConfig
 
 from looped_eval.common.findings import loops_in_words
-from looped_eval.common.model_folder import open_config, open_tokenizer
+from looped_eval.common.model_folder import open_config, open_model, open_tokenizer
 from looped_recipes.common.command_line import say_result, typed
 from looped_recipes.common.files import write_whole
 from looped_recipes.common.words import counted
-from modeling_looped import LoopedForCausalLM
 from modeling_looped.exit_criteria import ExitRule
 
 from .options import parse
@@ -134,7 +133,7 @@ def show(args) -> Shown:
     tokenizer = open_tokenizer(folder, args.tokenizer, config)
     prompt = tokenizer(args.prompt)["input_ids"]
     check(args, config, len(prompt))
-    model = LoopedForCausalLM.from_pretrained(folder, trust_remote_code=args.trust_remote_code).to(args.device).eval()
+    model = open_model(folder, args)
     ids = torch.tensor([prompt], device=args.device)
     new, loops = write(model, ids, rule, args)
     curves = margins(model, torch.tensor([prompt + new], device=args.device), len(new), args.num_loops)

@@ -12,7 +12,6 @@ from looped_recipes.data.tokenizers import num_ids
 from looped_recipes.engine.distributed import check_split, check_units
 from looped_recipes.engine.kernels import check_device
 from looped_recipes.engine.tensor_parallel import data_rank
-from looped_recipes.settings.model_file import class_in_file
 from looped_recipes.settings.recipe import Recipe, RecipeError
 from looped_recipes.settings.run_checks import check_positions
 from modeling_looped import LoopedForCausalLM
@@ -107,7 +106,7 @@ def build_model(recipe: Recipe, tokenizer) -> LoopedForCausalLM:
     else:
         if "vocab_size" not in recipe.model and "preset" not in recipe.model:
             fields["vocab_size"] = -(-num_ids(tokenizer) // 64) * 64
-        model = class_in_file(recipe.training.model_file)(recipe.model_config(**fields))
+        model = recipe.model_class(recipe.model_config(**fields))
     if recipe.start is not None:
         check_positions(recipe, model.config)
     size = num_ids(tokenizer)
@@ -129,7 +128,7 @@ def saved_model(recipe: Recipe, tokenizer) -> LoopedForCausalLM:
     start = recipe.training.initialize_from
     check_folder(start)
     check_tokens_of(start, tokenizer)
-    changes, model_class = recipe.changes_to_start(), class_in_file(recipe.training.model_file)
+    changes, model_class = recipe.changes_to_start(), recipe.model_class
     if "exit_gate" not in changes:
         return model_class.from_pretrained(start, **changes)
     model, info = model_class.from_pretrained(start, output_loading_info=True, **changes)
@@ -155,9 +154,7 @@ def looped_dense_model(recipe: Recipe) -> LoopedForCausalLM:
     path = recipe.dense.path
     check_folder(path)
     try:
-        return class_in_file(recipe.training.model_file).from_dense(
-            path, dtype=torch.float32, **recipe.dense_options()
-        )
+        return recipe.model_class.from_dense(path, dtype=torch.float32, **recipe.dense_options())
     except ValueError as error:
         raise RecipeError(f"dense.path={path!r}: {error}") from error
 

@@ -16,7 +16,7 @@ from transformers.utils import GENERATION_CONFIG_NAME
 from looped_recipes.common.checksums import LIST, read_sealed, renew_checksum, write_checksums
 from looped_recipes.common.files import is_foreign, remove, save_tokenizer, sync, sync_all
 from looped_recipes.data.shards import prepare
-from looped_recipes.settings.model_file import class_in_file, write_code
+from looped_recipes.settings.model_file import write_code
 from looped_recipes.settings.recipe import recipe_of_run
 from modeling_looped import LoopedConfig
 
@@ -50,7 +50,7 @@ def export_checkpoint(run: Path, checkpoint: Path, path: Path) -> Path:
             f"checksum was {trained}, is {now}): bring that back"
         )
     with torch.device("meta"):
-        model = class_in_file(recipe.training.model_file)(LoopedConfig.from_dict(marker["config"]["model"]))
+        model = recipe.model_class(LoopedConfig.from_dict(marker["config"]["model"]))
     if "generation" in marker:  # checkpoints of older versions lack it
         model.generation_config = GenerationConfig.from_dict(marker["generation"])
     if (checkpoint / TOKENIZER).is_dir():

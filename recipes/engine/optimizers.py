@@ -18,7 +18,6 @@ from transformers.optimization import (
 )
 
 from looped_recipes.common.measures import by_mesh
-from looped_recipes.settings.model_file import class_in_file
 from looped_recipes.settings.recipe import OptimizerConfig, Recipe, RecipeError, ScheduleConfig
 from looped_recipes.settings.relations import check_schedule, decay_steps_of
 from modeling_looped.loop_parameters import parameters_by_loop
@@ -234,7 +233,7 @@ def refuse_idle_rate(recipe: Recipe, given: Iterable[str]):
     if "optimizer.lr" not in given or config.name not in MUONS:
         return
     with torch.device("meta"):
-        model = class_in_file(recipe.training.model_file)(recipe.model_config())
+        model = recipe.model_class(recipe.model_config())
 
     def rates(lr: float) -> list[tuple]:
         groups = adamw_groups(model, replace(config, lr=lr))

@@ -20,13 +20,14 @@ from transformers import AutoConfig
 
 from looped_recipes.common.command_line import typed
 from looped_recipes.common.files import write_whole
-from modeling_looped import LoopedConfig
+from modeling_looped import LoopedConfig, LoopedForCausalLM
 from modeling_looped.foreign_names import FIELD_OF, meant
 from modeling_looped.formats.dense import start_from_dense
 
 from .curriculum import curriculum
 from .foreign_keys import place_of
 from .model_fields import OWN_FIELDS, check_model_fields
+from .model_file import class_in_file
 from .paths import expanded, named_in, recipe_file
 from .ranges import check_ranges
 from .relations import check_relations, decay_of_product, refuse_idle
@@ -82,6 +83,10 @@ class Recipe:
         # transformers' checks, such as those of kinds of rotary positions, raise other errors than ValueError
         except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
             raise RecipeError(f"section 'model': {' '.join(str(error).split())}") from error
+
+    @property
+    def model_class(self) -> type[LoopedForCausalLM]:
+        return class_in_file(self.training.model_file)
 
     @property
     def start(self) -> str | None:
