@@ -198,7 +198,7 @@ class ExitRule:
 
     def scores_at(self, depth: int) -> bool:
         """Return whether the criterion reads the state after `depth` loops."""
-        if self.criterion.every_loop or (self.per_sequence and self.criterion.remembers):
+        if self.criterion.every_loop:
             return True
         warm_up = 0  # readings that the first check needs before it, to compare with
         if self.criterion.counts_readings:

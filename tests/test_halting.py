@@ -152,6 +152,17 @@ def test_what_cannot_go_with_rows_that_halt_is_refused(name):
         model_of("plain")(random_ids(1, 3), exit_rule=ExitRule("kl", 0.1, per_sequence=True), **given)
 
 
+@pytest.mark.parametrize("name", ["latent_diff", "kl", "entropy_diff"])
+@torch.no_grad()
+def test_rows_of_one_token_halt_where_tokens_exit(name):
+    """At an interval both compare with their last check."""
+    model, ids = model_of("plain"), random_ids(16, 1)
+    for threshold in (1e-3, 1e-2, 0.1, 0.3):
+        row, token = (ExitRule(name, threshold, 2, 2, per_sequence=each) for each in (True, False))
+        found, expected = (model(ids, num_loops=8, exit_rule=rule).token_loops for rule in (row, token))
+        assert torch.equal(found, expected)
+
+
 def test_rows_halt_under_a_mask_that_hides_nothing():
     """As every tokenizer gives one."""
     model, ids, rule = model_of("plain"), random_ids(2, 5), ExitRule("max_prob", 0.05, per_sequence=True)
