@@ -69,16 +69,15 @@ def test_students_interval_of_three_seeds():
         (Near(1.0, 0.1), -0.2, 0.1, "disagrees"),
         (Near(-1.0, 0.1), -0.6, -0.5, "weaker"),
         (Near(0.0, 0.1), 0.2, 0.3, "disagrees"),
-        (Effect(2.0), 1.5, 2.5, "agrees"),
-        (Effect(2.0), 0.5, 1.5, "agrees"),  # half of the size
-        (Effect(2.0), 0.4, 1.4, "open"),  # sure of the sign; less than half of the size, which is not excluded
-        (Effect(2.0), 3.0, 4.5, "agrees"),  # less than twice of the size
-        (Effect(2.0), 3.0, 5.5, "open"),  # more than that, which is not excluded
+        (Effect(2.0), 1.0, 4.0, "agrees"),  # half and twice of the size
+        (Effect(2.0), 0.9, 1.5, "sign agrees"),
+        (Effect(2.0), 3.0, 4.5, "sign agrees"),
         (Effect(2.0), 4.5, 5.0, "stronger"),
         (Effect(2.0), 0.1, 0.3, "weaker"),
-        (Effect(2.0), -0.1, 0.3, "disagrees"),
+        (Effect(2.0), -0.1, 0.3, "not seen"),
         (Effect(2.0), -1.0, 3.0, "open"),
-        (Effect(2.0), 0.0, 0.0, "disagrees"),
+        (Effect(2.0), 0.0, 0.0, "not seen"),
+        (Effect(2.0), -0.3, -0.1, "disagrees"),
         (Effect(), 0.1, 0.3, "agrees"),
         (Differs(), 0.1, 0.3, "agrees"),
         (Differs(), -0.3, -0.1, "agrees"),
@@ -160,9 +159,10 @@ def test_runs_that_collapse_count_in_the_claims():
 def test_a_claim_is_not_measured_where_no_seed_has_its_number(tmp_path):
     made_up(tmp_path, [None])
     assert row(Paper("A paper"), claim_of(AtMost(1)), tmp_path).verdict == "not measured"
-    told = claim_of(AtMost(1), without="nothing to fit")
-    found = row(Paper("A paper"), told, tmp_path)
-    assert found.verdict == "not reachable here" and "nothing to fit" in ledger.cells(found)
+    for lacks, expected, counted in (("without", "not reachable here", 0), ("absent", "not seen", 1)):
+        found = row(Paper("A paper"), claim_of(AtMost(1), **{lacks: "nothing to fit"}), tmp_path)
+        assert found.verdict == expected and "nothing to fit" in ledger.cells(found)
+        assert ledger.said([found]) == f"0 of {counted} claims that were measured agree; 1 {expected}."
 
 
 def test_what_cannot_be_otherwise_is_not_counted(tmp_path):
@@ -310,6 +310,16 @@ def test_seeds_of_an_earlier_folder_stay(tmp_path, counted):
     with pytest.raises(ValueError, match="holds other seeds, measured by .*--text my.txt`, not by .*--text his.txt`"):
         measuring.collect([first], elsewhere._replace(text="his.txt"), results)
     assert path.read_bytes() == before
+
+
+def test_seeds_of_texts_with_other_frequencies_are_not_joined(tmp_path):
+    made, path = {"command": "looped claims run", "commit": "abc"}, tmp_path / "first.json"
+    first, other = ({"runs": [{"loss_of_frequencies": loss}]} for loss in (6.60627, 6.6597))
+    path.write_text(json.dumps({**made, "seeds": {"0": first}}))
+    with pytest.raises(ValueError, match="seeds of another text: .* is 6.6063, and 6.6597 for the new seeds"):
+        measuring.joined(made, {"1": other}, path)
+    joined = measuring.joined(made, {"1": {"runs": [{"loss_of_frequencies": 6.606271234}]}}, path)
+    assert list(joined["seeds"]) == ["0", "1"]
 
 
 def test_a_command_names_the_text_only_where_it_is_read(tmp_path, counted):
@@ -539,7 +549,7 @@ def test_numbers_of_the_readout_by_hand():
         (n.radial_fractions_of_loops("normed"), 3.0),
         (n.logarithm(n.mean_over_median("raw")), 2.0),
         (n.more_halting_loops("raw", "normed"), 1.5),
-        (n.cost_of_halting(("raw", "normed")), 1.0),
+        (n.cost_of_halting(("raw", "normed")), 2.0),
         (n.change_beyond_trained_depth("normed"), -0.25),
     ]
     for number, expected in by_hand:
@@ -548,8 +558,16 @@ def test_numbers_of_the_readout_by_hand():
 
 def test_claims_of_both_trainings_are_counted_at_the_longer_one():
     """And results/README.md tells how many verdicts the shorter one gives otherwise."""
-    short = [*readout.about_four(readout.SHORT), *readout.about_others(readout.SHORT)]
-    long = [*readout.about_four(readout.LONG), *readout.about_others(readout.LONG_REST)]
+    short = [
+        *readout.about_four(readout.SHORT),
+        *readout.about_others(readout.SHORT),
+        *readout.of_halting(readout.SHORT),
+    ]
+    long = [
+        *readout.about_four(readout.LONG),
+        *readout.about_others(readout.LONG_REST),
+        *readout.of_halting(readout.LONG_REST),
+    ]
     counted = [(claim.source, claim.number) for claim in readout.READOUT.claims if isinstance(claim, Claim)]
     assert len({number for _, number in counted}) == len(counted)
     assert {(claim.source, claim.number) for claim in long} <= set(counted)

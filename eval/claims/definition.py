@@ -10,7 +10,7 @@ from typing import NamedTuple
 from looped_recipes.common.chart import Chart
 from looped_recipes.common.intervals import over_seeds
 
-from .rules import AGREES, BY_CONSTRUCTION, UNMEASURED, UNREACHABLE, Estimate, Rule, verdict
+from .rules import AGREES, BY_CONSTRUCTION, NOT_SEEN, UNMEASURED, UNREACHABLE, Estimate, Rule, verdict
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,8 @@ class Claim:
     read: Callable[[dict], Estimate | None]
     rule: Rule
     by_construction: bool = False  # no model of this family could give another number, so agreement tells nothing
-    without: str = ""  # what it means if the runs do not have the number
+    without: str = ""  # why runs may not have the number
+    absent: str = ""  # the same, where this shows that the effect is not there
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,7 @@ def row(paper: Paper, claim: Claim | Beyond, results: Path) -> Row:
 
 def judged(claim: Claim, estimate: Estimate | None) -> str:
     if estimate is None:
-        return UNREACHABLE if claim.without else UNMEASURED
+        return NOT_SEEN if claim.absent else UNREACHABLE if claim.without else UNMEASURED
     found = verdict(claim.rule, estimate)
     return BY_CONSTRUCTION if claim.by_construction and found == AGREES else found
 

@@ -237,7 +237,7 @@ def budget_claims() -> list[Claim]:
 
     def claim(says: str, number: str, read: Callable[[dict], Estimate | None], rule: Rule) -> Claim:
         unused = f"loops beyond the third change the loss by less than {LEAST_CHANGE:g} nats in every run"
-        return Claim("figure 5", says, number, SIZE, SYSTEMS, read, rule, without=unused)
+        return Claim("figure 5", says, number, SIZE, SYSTEMS, read, rule, absent=unused)
 
     return [
         claim("FLT trained with 9 or 12 loops gains from loops", "loss after 1 loop less that after all",

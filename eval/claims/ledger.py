@@ -7,7 +7,19 @@ from looped_eval.common.page import Charts, Finding, Folded, Section, Table, Tex
 from looped_recipes.common.files import write_whole
 
 from .definition import Beyond, Paper, Row, load, row
-from .rules import AGREES, BY_CONSTRUCTION, DISAGREES, OPEN, STRONGER, UNMEASURED, UNREACHABLE, VERDICTS, WEAKER
+from .rules import (
+    AGREES,
+    COUNTED,
+    DISAGREES,
+    NOT_SEEN,
+    OPEN,
+    SIGN,
+    STRONGER,
+    UNMEASURED,
+    UNREACHABLE,
+    VERDICTS,
+    WEAKER,
+)
 
 
 HEAD = ["where", "what it says", "the number compared", "our size", "the paper's", "ours", "seeds or runs", "verdict"]
@@ -16,17 +28,21 @@ HOW = (
     "Clopper and Pearson for a share of runs, or that of a fit where its row says so. A rule that its claim states "
     "compares the whole of it with the paper's number. A number with a band, as 1 ± 0.15, agrees where the interval "
     "lies within the band, and is weaker where it has the sign and less of the size. A difference agrees where the "
-    "interval lies above 0 and the number between half and twice of the paper's size (where it is a log10, orders of "
-    "magnitude are halved and doubled); it is weaker where the whole interval lies below that, stronger where it lies "
-    "above; it disagrees where it holds 0 and not half of the paper's size. A bound, which is ours where the paper's "
-    "number stands beside it, agrees where the interval lies below it. Open: the interval does not decide, or there "
-    "is one seed. By construction: no model of this kind could give another number; it is not counted. Where three "
-    "seeds left claims open, some have six; their intervals are then a little too narrow, since seeds were "
-    "added by what was seen."
+    "interval lies between half and twice of the paper's size (where it is a log10, orders of magnitude are halved "
+    "and doubled), or above 0 where the paper gives no size; it is stronger where the interval lies above that, "
+    "weaker where it lies between 0 and that; the sign agrees where the interval lies above 0 and only overlaps that;"
+    " not seen where it holds 0 and not half of the paper's size, or where no run has what the claim is about; it "
+    "disagrees where the interval lies below 0. A bound, which is ours where the paper's number stands beside it, "
+    "agrees where the interval lies below it. Open: the interval does not decide, or there is one seed. Rows that one"
+    " measurement gives share its runs: they are no independent evidence. By construction: no model of this kind "
+    "could give another number; it is not counted. Where three seeds left claims open, some have six; their intervals"
+    " are then a little too narrow, since seeds were added by what was seen."
 )
 WORDS = {
+    SIGN: "in sign alone",
     WEAKER: "weaker",
     STRONGER: "stronger",
+    NOT_SEEN: "not seen",
     DISAGREES: "disagree",
     OPEN: "open",
     UNMEASURED: "not measured",
@@ -41,7 +57,7 @@ def ledger(papers: list[Paper], results: Path) -> list[Row]:
 def said(rows: list[Row]) -> str:
     """Count the verdicts on the claims of published papers, in a sentence."""
     counts = Counter(one.verdict for one in rows if one.paper.is_published)
-    measured = sum(counts[verdict] for verdict in (AGREES, WEAKER, STRONGER, DISAGREES, OPEN))
+    measured = sum(counts[verdict] for verdict in COUNTED)
     parts = [f"{counts[verdict]} {words}" for verdict, words in WORDS.items() if counts[verdict]]
     agree = f"{counts[AGREES]} of {measured} claims that were measured agree"
     return "; ".join([agree, ", ".join(parts)] if parts else [agree]) + "."
@@ -68,9 +84,9 @@ def in_short(rows: list[Row]) -> str:
 
 def of_paper(rows: list[Row]) -> str:
     """Summarise the measured claims of one paper in a sentence."""
-    measured = [one for one in rows if one.estimate and one.verdict != BY_CONSTRUCTION]
+    measured = [one for one in rows if one.verdict in COUNTED]
     parts = [f"{sum(one.verdict == AGREES for one in measured)} of {len(measured)} agree"]
-    for verdict in (WEAKER, STRONGER, DISAGREES, OPEN):
+    for verdict in COUNTED[1:]:
         where = [one.claim.where for one in measured if one.verdict == verdict]
         parts += [f"{len(where)} {WORDS[verdict]} ({'; '.join(dict.fromkeys(where))})"] if where else []
     return "; ".join(parts)
@@ -80,7 +96,7 @@ def cells(one: Row) -> list[str]:
     claim = one.claim
     if isinstance(claim, Beyond):
         return [claim.where, claim.says, "", claim.why, "", "", "", one.verdict]
-    ours = [one.estimate.words, str(one.estimate.seeds)] if one.estimate else [claim.without, ""]
+    ours = [one.estimate.words, str(one.estimate.seeds)] if one.estimate else [claim.absent or claim.without, ""]
     return [claim.where, claim.says, claim.number, claim.size, claim.rule.words, *ours, one.verdict]
 
 

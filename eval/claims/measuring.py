@@ -84,9 +84,23 @@ def joined(made: dict, found: dict[str, dict], path: Path) -> dict:
             f"{path} holds other seeds, measured by `{before['command']}`, not by `{made['command']}`: move the file "
             "away, or measure with the same text"
         )
+    one, other = losses_of_frequencies(kept), losses_of_frequencies(found)
+    if one and other and one.isdisjoint(other):
+        raise ValueError(
+            f"{path} holds seeds of another text: the loss of its tokens by their frequencies alone is "
+            f"{', '.join(sorted(one))}, and {', '.join(sorted(other))} for the new seeds. Move the file away, or "
+            "measure with the same text"
+        )
     commits = dict.fromkeys([*before["commit"].split(", "), *made["commit"].split(", ")])
     seeds = dict(sorted((kept | found).items(), key=lambda item: int(item[0])))
     return {**made, "commit": ", ".join(commits), "seeds": seeds}
+
+
+def losses_of_frequencies(seeds: dict[str, dict]) -> set[str]:
+    """Return the losses of token frequencies that seeds or their runs hold, to the digits that tell texts apart."""
+    holders = [holder for content in seeds.values() for holder in (content, *content.get("runs", []))]
+    losses = [holder.get("loss_of_frequencies") for holder in holders]
+    return {f"{loss:.4f}" for loss in losses if loss is not None}
 
 
 def provenance_of(measurement: Measurement, setting: Setting, made_by: list[dict]) -> dict:

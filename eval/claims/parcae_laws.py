@@ -22,8 +22,10 @@ MISFITS = {"exponential": 2.52, "shifted_power": 5.42, "power": 11.11, "power_wi
 FLOOR = 0.16  # % between the floor and the loss at the mean depth, 140M, table 13
 DELTA = 1e-3  # of the Huber loss
 WITHOUT_EXPONENTS = {
-    "exponents": "at every budget in every seed the loss rises with mean depth, so there is no best depth to fit",
-    "law": "the law's fit to all budgets finds no floor of the loss in any seed, and so no exponents",
+    "exponents": {
+        "absent": "at every budget in every seed the loss rises with mean depth, so there is no best depth to fit"
+    },
+    "law": {"without": "the law's fit to all budgets finds no floor of the loss in any seed, and so no exponents"},
 }
 
 
@@ -93,12 +95,12 @@ def floor_percent(content: dict) -> float | None:
 
 
 def law_claims() -> list[Claim]:
-    def claim(where: str, says: str, number: str, read, rule, without: str = "") -> Claim:
-        return Claim(where, says, number, BUDGETS, "claims/isoflop", each_seed(read), rule, without=without)
+    def claim(where: str, says: str, number: str, read, rule, **lacks) -> Claim:
+        return Claim(where, says, number, BUDGETS, "claims/isoflop", each_seed(read), rule, **lacks)
 
     def exponent_claim(where: str, says: str, law: str, of: str, published: float) -> Claim:
         return claim(where, says, "exponent", lambda c: (c.get(law) or {}).get(of), Near(published, 0.15),
-                     WITHOUT_EXPONENTS[law])  # fmt: skip
+                     **WITHOUT_EXPONENTS[law])  # fmt: skip
 
     return [
         exponent_claim("figure 5", "the best mean depth grows with operations as their power of 0.40", "exponents",
@@ -111,7 +113,7 @@ def law_claims() -> list[Claim]:
         claim("section 5.2", "a law of depth and tokens, fitted to runs of fixed operations, foretells the loss of "
               "the held-out models of section 5.1, whose tokens are fixed, to 1.3 %, 140M",
               "mean error at the largest budget, which the fit has not seen, %", lambda c: c.get("held_out_percent"),
-              AtMost(1.3), "the law's fit to the two smaller budgets does not converge in any seed"),
+              AtMost(1.3), without="the law's fit to the two smaller budgets does not converge in any seed"),
         exponent_claim("table 11", "and its loss falls with effective parameters as their power of -0.771, 140M",
                        "law", "x", 0.771),
         exponent_claim("table 11", "and with tokens as their power of -0.525, 140M", "law", "y", 0.525),
@@ -126,8 +128,8 @@ def law_claims() -> list[Claim]:
         ),
         claim("table 13", f"the floor of the exponential is the loss at the mean depth, to {FLOOR:g} %, 140M",
               "mean difference, %", floor_percent, AtMost(FLOOR),
-              "the curves over loops are too flat to tell, since a power without a floor comes as near to them as "
-              f"{FLOOR:g} %; their losses themselves are not kept"),
+              without="the curves over loops are too flat to tell, since a power without a floor comes as near to "
+              f"them as {FLOOR:g} %; their losses themselves are not kept"),
     ]  # fmt: skip
 
 

@@ -4,7 +4,6 @@ seed."""
 import math
 from collections.abc import Callable, Iterable
 from functools import partial
-from statistics import fmean
 from typing import NamedTuple
 
 from .definition import BETTER_THAN_FREQUENCIES, Claim, each_seed, loss_of
@@ -153,10 +152,10 @@ def more_halting_loops(first: str, second: str) -> Number:
 
 
 def cost_of_halting(systems: Iterable[str]) -> Number:
-    """Mean cost of halting of these systems, in percent of perplexity."""
+    """The largest cost of halting of these systems, in percent of perplexity."""
 
     def cost(content: dict) -> float:
-        return fmean(100 * (probe(content, system, "halting")["perplexity_ratio"] - 1) for system in systems)
+        return max(100 * (probe(content, system, "halting")["perplexity_ratio"] - 1) for system in systems)
 
     return cost
 

@@ -15,9 +15,11 @@ from scipy.stats import f as fisher
 from looped_recipes.common.intervals import LEVEL, Estimate
 
 
-AGREES, WEAKER, STRONGER, DISAGREES, OPEN = "agrees", "weaker", "stronger", "disagrees", "open"
+AGREES, SIGN, WEAKER, STRONGER = "agrees", "sign agrees", "weaker", "stronger"
+NOT_SEEN, DISAGREES, OPEN = "not seen", "disagrees", "open"
 BY_CONSTRUCTION, UNMEASURED, UNREACHABLE = "by construction", "not measured", "not reachable here"
-VERDICTS = (AGREES, WEAKER, STRONGER, DISAGREES, OPEN, BY_CONSTRUCTION, UNMEASURED, UNREACHABLE)
+COUNTED = (AGREES, SIGN, WEAKER, STRONGER, NOT_SEEN, DISAGREES, OPEN)  # on claims that were measured
+VERDICTS = (*COUNTED, BY_CONSTRUCTION, UNMEASURED, UNREACHABLE)
 
 
 def share(count: int, of: int) -> Estimate:
@@ -75,8 +77,7 @@ class Near:
 
 @dataclass(frozen=True)
 class Effect:
-    """A difference above 0. It agrees if it is from half to twice the paper's size; if the paper gives no size, only
-    the sign counts."""
+    """A difference above 0, from half to twice the paper's size; if the paper gives no size, only the sign counts."""
 
     published: float | None = None
 
@@ -85,16 +86,19 @@ class Effect:
         return "above 0" if self.published is None else f"{self.published:.3g}"
 
     def judge(self, value: float, low: float, high: float) -> str:
-        """Disagree if the interval reaches down to 0 but not up to half of the paper's size. Above 0, weaker or
-        stronger if all of the interval is; open if only the number is."""
+        """Agree if the interval lies within those sizes. Below them, disagree if no part of the interval is above 0,
+        "not seen" if a part is, weaker if all is; above them, stronger. Where it overlaps them, the sign agrees if it
+        lies above 0; else it is open."""
         least, most = (0.0, math.inf) if self.published is None else (self.published / 2, 2 * self.published)
-        if low <= 0:
-            return DISAGREES if high < least or high <= 0 else OPEN
+        if high <= 0:
+            return NOT_SEEN if low == high == 0 else DISAGREES
         if high < least:
-            return WEAKER
+            return WEAKER if low > 0 else NOT_SEEN
         if low > most:
             return STRONGER
-        return AGREES if least <= value <= most else OPEN
+        if low <= 0:
+            return OPEN
+        return AGREES if least <= low and high <= most else SIGN
 
 
 @dataclass(frozen=True)
