@@ -7,8 +7,8 @@ looped claims collect runs/claims                    # only reads what has been 
 
 `run` and `collect` write results/claims/NAME.json with the numbers of every seed that is whole, then the ledger. Each
 claim is defined in a file for its paper, with the rule that gives its verdict: agrees, sign agrees, weaker, stronger,
-not seen or disagrees; open, where the interval over seeds does not decide; or not reachable here. No verdict is written
-by hand.
+not seen or disagrees; open, where the interval over seeds does not decide; or not reachable here. No verdict is
+written by hand.
 """
 
 import argparse
