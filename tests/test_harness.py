@@ -10,6 +10,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
+import lm_eval.tasks
 import pytest
 import torch
 import transformers
@@ -911,7 +912,19 @@ def test_what_the_command_is_not_called_with(tmp_path):
         harness.main([*arguments, "--include_path", "nowhere"])
 
 
-@pytest.mark.parametrize("task", ["arc_easy", "ai2_arc", "mmlu", "gsm8k", "parcae_zero_shot"])
-def test_tasks_and_tags_of_lm_eval_are_checked(task):
+FOLDERS = ["arc", "gsm8k", "hellaswag", "mmlu/default", "piqa", "sciq", "super_glue/boolq"]
+
+
+@pytest.mark.parametrize("folders", [FOLDERS, pytest.param(None, marks=pytest.mark.slow)], ids=["theirs", "all"])
+def test_tasks_and_tags_of_lm_eval_are_checked(folders, monkeypatch):
     """Tasks of its index name their tags, and tags their tasks."""
-    harness.check_tasks(*harness.asked_tasks(EvaluatorConfig(tasks=[task], include_path=[harness.TASKS])))
+    names = ["arc_easy", "ai2_arc", "mmlu", "gsm8k", "parcae_zero_shot"]
+    if folders:  # all of lm-eval's are many to read
+        theirs = [Path(lm_eval.tasks.__file__).parent / folder for folder in folders]
+        of_these = TaskManager(include_path=[*theirs, harness.TASKS], include_defaults=False)
+        monkeypatch.setattr(harness, "tasks_of", lambda names, *_: (of_these, names))
+    manager, tasks = harness.asked_tasks(EvaluatorConfig(tasks=names, include_path=[harness.TASKS]))
+    assert tasks == names and {"arc_challenge", "boolq", "mmlu_virology"} <= set(manager.all_subtasks)
+    assert "ai2_arc" in manager.task_index["arc_easy"].tags and "arc_easy" in manager.task_index["ai2_arc"].tags
+    for task in names:
+        harness.check_tasks(manager, [task])
