@@ -16,6 +16,7 @@ import tempfile
 os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="looped-tests-")
 atexit.register(shutil.rmtree, os.environ["HF_HOME"], ignore_errors=True)
 os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+gc.disable()  # until all tests are imported, whose objects stay in any case
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
@@ -122,10 +123,12 @@ def pytest_collection_modifyitems(items):
                 case.add_marker(pytest.mark.slow)
 
 
-def pytest_collection_finish(session):
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop():
     """The collector of garbage need not look again and again at what all these imports made."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def covering_cases(cases: list[pytest.Item], count: int = 1) -> list[pytest.Item]:
