@@ -10,6 +10,7 @@ import os
 import random
 import shutil
 import tempfile
+from pathlib import Path
 
 
 # before transformers is imported; a folder of its own for each process, so that parallel workers do not collide
@@ -21,6 +22,7 @@ gc.disable()  # until all tests are imported, whose objects stay in any case
 import pytest  # noqa: E402
 import torch  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
+from transformers import dynamic_module_utils  # noqa: E402
 
 
 # quick: the same examples in every run, so that a failure is the change's; thorough (make test-all): fresh ones
@@ -36,6 +38,25 @@ def machine_is_not_described():
     """lm-eval would run a dozen commands for that after every evaluation."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("torch.utils.collect_env.get_pretty_env_info", lambda: "")
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def files_of_the_family_are_searched_once():
+    """Each save of a model looks for what its 60 files import, and copies some of them twice: half of a small save."""
+    import modeling_looped
+
+    search, family, known = dynamic_module_utils.get_relative_import_files, Path(modeling_looped.__file__).parent, {}
+
+    def found(module_file):
+        if Path(module_file).parent != family:
+            return search(module_file)
+        if module_file not in known:
+            known[module_file] = list(dict.fromkeys(search(module_file)))
+        return known[module_file]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dynamic_module_utils, "get_relative_import_files", found)
         yield
 
 
