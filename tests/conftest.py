@@ -42,6 +42,16 @@ def machine_is_not_described():
 
 
 @pytest.fixture(autouse=True, scope="session")
+def devices_that_are_not_there_get_no_seed():
+    """torch would keep one for each until it is there, and with it the whole stack of calls, which takes a while."""
+    with pytest.MonkeyPatch.context() as patch:
+        for backend in (torch.cuda, torch.xpu):
+            if not backend.is_available():
+                patch.setattr(backend, "manual_seed_all", lambda seed: None)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
 def files_of_the_family_are_searched_once():
     """Each save of a model looks for what its 60 files import, and copies some of them twice: half of a small save."""
     import modeling_looped
