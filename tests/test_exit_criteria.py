@@ -365,7 +365,7 @@ def in_mixed_precision(model):
     ids=["precision", "offload", "compiled"],
 )
 def test_a_model_whose_forward_is_wrapped_exits(wrap):
-    model, ids = tiny_model(loop_loss="per_loop"), random_ids(1, 3)
+    model, ids = tiny_model(loop_loss="per_loop", num_core_layers=1, num_loops=2), random_ids(1, 3)
     expected = model.generate(ids, max_new_tokens=4, exit_criterion="kl", exit_threshold=0.0)
     wrap(model)
     assert "forward" in vars(model)
