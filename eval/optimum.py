@@ -13,7 +13,7 @@ def main(arguments: list[str] | None = None):
     parser = Parser("eval.optimum", __doc__)
     parser.add_argument("file", help="lr_transfer.json of looped diagnose")
     path = parser.parse_args(arguments).file
-    from looped_recipes.common.optimum import in_words, optimum, shifts
+    from looped_recipes.common.optimum import in_words, of_saved, shifts
 
     try:
         saved = json.loads(Path(path).read_text())
@@ -23,8 +23,8 @@ def main(arguments: list[str] | None = None):
         raise ValueError(f"{path!r} holds no learning rates; `looped diagnose lr_transfer` measures them")
     result = saved["result"]
     for panel in result["panels"]:
-        curves = {n: curve.get("loss_of_seeds", curve["loss"]) for n, curve in panel["curves"].items()}
-        found = {n: optimum(result["rates"], losses) for n, losses in curves.items()}
+        seeds = result.get("seeds", 1)
+        found = {n: of_saved(result["rates"], curve, seeds) for n, curve in panel["curves"].items()}
         for n, moved in shifts(found).items():
             octaves, interval = moved["octaves"], moved.get("interval")
             said = "" if octaves is None else f"; octaves from the first {octaves:+.2f}"

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -415,7 +416,22 @@ def test_published_shifts_of_the_best_rate():
     """Against the table in results/README.md."""
     content = load(RESULTS, "diagnose/transfer_two_seeds/lr_transfer")
     shift = learning_rates.moved("sqrt", (1, 1), (1, 4))(content)
-    assert [round(number, 2) for number in shift[:3]] == [-0.65, -1.04, -0.15] and shift.seeds == 2
+    assert (round(shift.value, 2), *shift[1:]) == (-0.65, None, None, 2)  # the file has the mean curve alone
+
+
+def test_a_shift_over_seeds_is_that_of_their_own_best_rates():
+    """Against Student's interval of the differences between the vertices of the parabolas that numpy fits."""
+    content = load(RESULTS, "diagnose/factored/lr_transfer")
+    octaves = np.log2(content["result"]["rates"])
+    vertices = []
+    for layers in (3, 12):
+        curve = learning_rates.curves_of(content, "factored", layers)["1"]["loss_of_seeds"]
+        curvature, slope, _ = np.polyfit(octaves, np.array(curve), 2)
+        vertices.append(-slope / (2 * curvature))
+    moved = vertices[1] - vertices[0]
+    reach = 4.302653 * moved.std(ddof=1) / 3**0.5
+    shift = learning_rates.moved("factored", (3, 1), (12, 1))(content)
+    assert shift[:3] == pytest.approx((moved.mean(), moved.mean() - reach, moved.mean() + reach)) and shift.seeds == 3
 
 
 def test_a_shift_of_one_seed_has_no_interval():

@@ -53,6 +53,61 @@ def test_intervals_hold_the_truth_as_often_as_they_say(rates, lowest, seeds, noi
     assert held[0.8] / 400 == pytest.approx(0.8, abs=0.06)
 
 
+def test_intervals_hold_the_truth_where_best_rates_differ_by_seed():
+    """Over 120 draws of three seeds, whose best rates scatter by 0.3 octaves: the rate, and the shift to a curve that
+    shares two thirds of that scatter."""
+    random = np.random.default_rng(0)
+    rates, held = [2.0**k for k in range(5)], [0, 0]
+    for _ in range(120):
+        common, own = random.normal(0, 0.25, 3), random.normal(0, 0.17, (2, 3))
+        found = []
+        for of_seeds in common + own:
+            clean = np.array([valley(rates, 4 * 2**octaves) for octaves in of_seeds]).T
+            found.append(optimum(rates, (clean + random.normal(0, 0.002, clean.shape)).tolist()))
+        low, high = found[0]["interval"] or (0, math.inf)
+        held[0] += low <= 4 <= high
+        low, high = shift(*found)["interval"]
+        held[1] += low <= 0 <= high
+    assert [each / 120 for each in held] == pytest.approx([0.95, 0.95], abs=0.06)  # three standard errors
+
+
+def test_the_interval_over_seeds_is_students():
+    octaves, later = np.array([-8.5, -8.1, -7.9]), np.array([-7.2, -7.1, -6.4])
+    curves = [list(zip(*(valley(OCTAVES, 2.0**v) for v in each))) for each in (octaves, later)]
+    first, other = (optimum(OCTAVES, curve) for curve in curves)
+    reach = 4.302653 * octaves.std(ddof=1) / 3**0.5  # Student's quantile of two degrees of freedom
+    assert np.log2([first["lr"], *first["interval"]]) == pytest.approx(octaves.mean() + np.array([0, -reach, reach]))
+    moved = shift(first, other)
+    reach = 4.302653 * (later - octaves).std(ddof=1) / 3**0.5
+    assert moved["interval"] == pytest.approx([moved["octaves"] - reach, moved["octaves"] + reach])
+    assert moved["octaves"] == pytest.approx((later - octaves).mean())
+    only_two = optimum(OCTAVES, [of_rate[:2] for of_rate in curves[1]])
+    assert shift(first, only_two)["octaves"] == pytest.approx(later[:2].mean() - octaves.mean())
+
+
+def test_a_seed_without_a_best_rate_leaves_no_interval():
+    falling = [0.1 * loss for loss in valley(OCTAVES, 1.0)]  # so little that the mean curve has a vertex
+    found = optimum(OCTAVES, list(zip(valley(OCTAVES, 2**-8.3), valley(OCTAVES, 2**-7.9), falling)))
+    assert found["lr"] and found["interval"] is None
+    assert "seeds without a best rate of their own: 1 of 3" in found["why"]
+    moved = shift(found, optimum(OCTAVES, valley(OCTAVES, 2**-8)))
+    assert moved == {"octaves": pytest.approx(-8 - math.log2(found["lr"])), "interval": None}
+
+
+def test_the_mean_curve_of_seeds_has_no_interval(tmp_path, capsys):
+    losses = valley(PAPER, 1.4e-3)
+    saved = {"loss": losses, "loss_of_seeds": [[loss - 0.01, loss + 0.01] for loss in losses]}
+    path = tmp_path / "lr_transfer.json"
+    for curve, said in (
+        (saved, "0.0014 [0.0014, 0.0014]"),
+        ({"loss": losses}, "no interval: the file has the means of 2"),
+    ):
+        result = {"rates": PAPER, "seeds": 2, "panels": [{"rule": "sqrt", "layers": 12, "curves": {"1": curve}}]}
+        path.write_text(json.dumps({"measure": "lr_transfer", "result": result}))
+        main([str(path)])
+        assert said in capsys.readouterr().out
+
+
 def test_more_seeds_narrow_the_interval():
     random = np.random.default_rng(1)
     noise = random.normal(0, 0.01, (len(PAPER), 16))
@@ -135,6 +190,11 @@ def test_optima_of_a_file(tmp_path, capsys):
 
 
 def test_a_line_for_each_outcome():
-    assert in_words(optimum(OCTAVES, valley(OCTAVES, 2**-8.3))) == "0.00317 [0.00317, 0.00317]"
+    assert in_words(optimum(OCTAVES, valley(OCTAVES, 2**-8.3))) == (
+        "0.00317 [0.00317, 0.00317] (of the fit to one seed)"
+    )
+    assert (
+        in_words(optimum(OCTAVES, [[loss, loss] for loss in valley(OCTAVES, 2**-8.3)])) == "0.00317 [0.00317, 0.00317]"
+    )
     assert in_words(optimum([1e-3, 2e-3, 4e-3], [3.0, 2.0, 3.0])).startswith("0.002 (no interval")
     assert in_words(optimum(OCTAVES, valley(OCTAVES, 1.0))).startswith("none (the highest rate")

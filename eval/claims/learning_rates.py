@@ -1,8 +1,9 @@
 """Figure 5 of the residual scaling paper: where the best learning rate lies over loops and layers.
 
-The four panels are measured one seed at a time. Claims on earlier measurements use the interval of the parabolas that
-are fitted to the losses over rates and seeds. A shift over loops covers the whole range of loops that both the file
-and the paper have, and is given for every number of layers; a shift over layers likewise for every number of loops.
+The four panels are measured one seed at a time. Claims on earlier measurements use the shifts of the seeds' own best
+rates; where a file has only the mean curve of several seeds there is no interval. A shift over loops covers the whole
+range of loops that both the file and the paper have, and is given for every number of layers; a shift over layers
+likewise for every number of loops.
 """
 
 import math
@@ -10,7 +11,7 @@ from statistics import fmean
 
 from looped_recipes.common.chart import Chart, Line, ordered
 from looped_recipes.common.intervals import over_seeds
-from looped_recipes.common.optimum import optimum, shift
+from looped_recipes.common.optimum import of_saved, optimum, shift
 
 from .definition import SIX_SEEDS, Claim, Measurement, each_seed
 from .rules import Differs, Effect, Estimate, Near
@@ -20,8 +21,8 @@ from .sweeps import commands_of, runs_of
 TRANSFER, FACTORED = "diagnose/transfer/lr_transfer", "diagnose/factored/lr_transfer"
 TWO_SEEDS = "diagnose/transfer_two_seeds/lr_transfer"  # N = 1, 4 and 16, of which the paper covers 1 and 4
 SMALL = "width 64, one layer, 150 steps of 512 tokens"
-SMALL_FIT = f"{SMALL}; interval of the fit over rates to the mean of two seeds"
-STACKED = "width 64, 3 to 12 layers, 200 steps of 512 tokens; interval of the fit over rates and seeds"
+SMALL_MEAN = f"{SMALL}; mean curve of two seeds, which has no interval over seeds"
+STACKED = "width 64, 3 to 12 layers, 200 steps of 512 tokens; interval over the best rates of seeds"
 NAMES = {"sqrt": "eps = 1/sqrt(N)", "linear": "eps = 1/N"}
 SAME = Near(0.0, 0.5)  # octaves: half the distance of two rates of the grid
 
@@ -135,8 +136,8 @@ def curves_of(content: dict, rule: str, layers: int) -> dict[str, dict]:
 
 
 def best(content: dict, rule: str, layers: int, loops: int) -> dict:
-    curve = curves_of(content, rule, layers)[str(loops)]
-    return optimum(content["result"]["rates"], curve.get("loss_of_seeds", curve["loss"]))
+    result = content["result"]
+    return of_saved(result["rates"], curves_of(content, rule, layers)[str(loops)], result["seeds"])
 
 
 def moved(rule: str, first: tuple[int, int], other: tuple[int, int]):
@@ -165,9 +166,9 @@ def transfer_claims() -> list[Claim]:
     return [
         Claim("figure 5 a and b", "at N = 8, eps = 1/N has 0.025 nats less than 1/sqrt(N), each at its best rate",
               "least loss under 1/sqrt(N) less that under 1/N", SMALL, TRANSFER, gain_at_8, Effect(0.025)),
-        Claim("figure 5 a", "under eps = 1/sqrt(N) the best rate shifts with N", over_loops, SMALL_FIT,
+        Claim("figure 5 a", "under eps = 1/sqrt(N) the best rate shifts with N", over_loops, SMALL_MEAN,
               TWO_SEEDS, moved("sqrt", (1, 1), (1, 4)), Differs()),
-        Claim("figure 5 b", "under eps = 1/N it stays", over_loops, SMALL_FIT, TWO_SEEDS,
+        Claim("figure 5 b", "under eps = 1/N it stays", over_loops, SMALL_MEAN, TWO_SEEDS,
               moved("linear", (1, 1), (1, 4)), SAME),
         *(
             Claim("figure 5 c and d", "under eps = 1/(N sqrt L) it stays over N too", f"{over_loops}, {layers} layers",

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable
+from functools import cache
 from statistics import fmean, median_low, stdev
 from typing import NamedTuple
 
@@ -23,31 +24,36 @@ class Estimate(NamedTuple):
         return said if self.low is None else f"{said} [{self.low:.3g}, {self.high:.3g}]"
 
 
-def over_seeds(values: Iterable[float], candidates: int = 1) -> Estimate:
+def over_seeds(values: Iterable[float], candidates: int = 1, level: float = LEVEL) -> Estimate:
     """Return the mean over seeds with Student's interval.
 
     candidates: the number of means from which this one was chosen by its value.
 
     Where some values are infinite because runs collapsed, return the median instead, with an interval from the least
     to the greatest value. This interval contains the median of all possible seeds with a probability of 1 - 2^(1 - n),
-    which reaches LEVEL with six seeds. With fewer seeds it is unbounded, unless all seeds give the same value.
+    which reaches 95 % with six seeds. With fewer seeds it is unbounded, unless all seeds give the same value.
     """
     values = list(values)
     if len(values) > 1 and not all(map(math.isfinite, values)):
         low, high = min(values), max(values)
-        if low != high and 1 - 2 ** (1 - len(values)) < LEVEL:
+        if low != high and 1 - 2 ** (1 - len(values)) < level:
             low, high = -math.inf, math.inf
         return Estimate(median_low(values), low, high, len(values))
     mean = fmean(values)
     if len(values) < 2:
         return Estimate(mean, None, None, len(values))
-    reach = students_reach(stdev(values) / len(values) ** 0.5, len(values) - 1, candidates)
+    reach = students_reach(stdev(values) / len(values) ** 0.5, len(values) - 1, candidates, level)
     return Estimate(mean, mean - reach, mean + reach, len(values))
 
 
-def students_reach(standard_error: float, degrees: int, candidates: int = 1) -> float:
+def students_reach(standard_error: float, degrees: int, candidates: int = 1, level: float = LEVEL) -> float:
     """Return the distance from an estimate to either end of its interval.
 
     candidates: the number of estimates from which this one was chosen by its value (Bonferroni).
     """
-    return float(student.ppf(1 - (1 - LEVEL) / (2 * candidates), degrees)) * standard_error
+    return students_quantile(1 - (1 - level) / (2 * candidates), degrees) * standard_error
+
+
+@cache
+def students_quantile(probability: float, degrees: int) -> float:
+    return float(student.ppf(probability, degrees))

@@ -4,7 +4,8 @@ import math
 from statistics import fmean
 
 import numpy as np
-from scipy.stats import t as student
+
+from .intervals import LEVEL, over_seeds, students_quantile
 
 
 REACH = 1.5  # the parabola is fitted to rates up to this many octaves from the best one,
@@ -14,10 +15,13 @@ FEWEST = 5  # and to at least this many rates, if there are enough
 def optimum(rates: list[float], losses: list, level: float = 0.95) -> dict:
     """Return the best rate. losses: for every rate, one loss or one per seed; None or not finite for a diverged run.
 
-    lr: vertex of the least-squares parabola in log2 rate around the best rate; each seed has its own offset.
-    interval: the vertices that a t-test at `level` does not reject (Fieller); it is wider if losses are noisy or no
-    parabola. It is cut at the ends of the grid, and left out if it is the whole grid. A rate at which any seed
-    diverged counts as diverged. lr is None if the best rate is the lowest or highest one that trained.
+    lr: vertex of the least-squares parabola in log2 rate around the best rate. With several seeds it is the mean, in
+    octaves, of the vertices of the seeds' own curves (`lr_of_seeds`), and the interval is Student's over seeds. If the
+    curve of a seed has no vertex, lr is that of the mean curve and has no interval: the other seeds alone would give a
+    biased one. With one seed the interval is that of the fit: the vertices that a t-test at `level` does not reject
+    (Fieller). It is wider if losses are noisy or no parabola, and does not tell how seeds differ. An interval is cut
+    at the ends of the grid, and left out if it is the whole grid. A rate at which any seed diverged counts as
+    diverged. lr is None if the best rate of the mean curve is the lowest or highest one that trained.
     """
     if not all(0 < rate < math.inf for rate in rates):
         raise ValueError(f"learning rates must be above 0 and finite, got {rates}")
@@ -31,19 +35,55 @@ def optimum(rates: list[float], losses: list, level: float = 0.95) -> dict:
         return {"lr": None, "why": why_at_the_edge(points[best][0], best == 0, rates), **result}
     near = nearest(points, best)
     x = np.log2([rate for rate, _ in near]) - math.log2(points[best][0])
-    (slope, curvature), covariance, freedom = parabola(x, np.array([of_seeds for _, of_seeds in near]))
-    vertex = -slope / (2 * curvature) if curvature > 0 else math.nan
+    (slope, curvature), covariance, freedom = parabola(x, np.array([fmean(of_seeds) for _, of_seeds in near]))
+    vertex = float(-slope / (2 * curvature)) if curvature > 0 else math.nan
     if not x.min() < vertex < x.max():
         return {"lr": None, "why": f"the losses at {len(near)} rates around the best form no valley", **result}
-    fitted = {"lr": result["best"] * 2**vertex, **result, "points": x.size * len(near[0][1])}
+    seeds = len(points[best][1])
+    fitted = {"lr": result["best"] * 2**vertex, **result, "points": x.size * seeds, "seeds": seeds}
+    if seeds > 1:
+        return fitted | over_vertices(points, level)
     if freedom < 1:
         return {**fitted, "interval": None, "why": "as many unknowns as losses: an interval needs a fourth rate"}
-    low, high = fieller(slope, curvature, covariance, student.ppf((1 + level) / 2, freedom))
-    low_rate, high_rate = np.log2([points[0][0], points[-1][0]]) - math.log2(points[best][0])
-    if low <= low_rate and high >= high_rate:
+    low, high = fieller(slope, curvature, covariance, students_quantile((1 + level) / 2, freedom))
+    ends = within_grid(math.log2(result["best"]) + low, math.log2(result["best"]) + high, points)
+    if ends is None:
         return {**fitted, "interval": None, "why": "the losses are too noisy, or too far from a parabola, for one"}
-    ends = [result["best"] * 2 ** max(low, low_rate), result["best"] * 2 ** min(high, high_rate)]
     return {**fitted, "interval": ends, "level": level}
+
+
+def over_vertices(points: list[tuple[float, list[float]]], level: float) -> dict:
+    """Return the best rate over several seeds, from the vertices of their own curves; without an interval if a curve
+    has no vertex."""
+    of_seeds = zip(*(losses for _, losses in points))
+    found = [optimum([rate for rate, _ in points], list(losses), level) for losses in of_seeds]
+    without = sum(one["lr"] is None for one in found)
+    if without:
+        return {"interval": None, "why": f"seeds without a best rate of their own: {without} of {len(found)}"}
+    vertices = [math.log2(one["lr"]) for one in found]
+    estimate = over_seeds(vertices, level=level)
+    of_all = {"lr": 2**estimate.value, "lr_of_seeds": [one["lr"] for one in found]}
+    ends = within_grid(estimate.low, estimate.high, points)
+    if ends is None:
+        return {**of_all, "interval": None, "why": f"the best rates of {len(found)} seeds lie too far apart for one"}
+    return {**of_all, "interval": ends, "level": level}
+
+
+def within_grid(low: float, high: float, points: list[tuple[float, list[float]]]) -> list[float] | None:
+    """Return the rates from 2^low to 2^high, cut at the ends of the grid; None if these are all rates of the grid."""
+    lowest, highest = points[0][0], points[-1][0]
+    if low <= math.log2(lowest) and high >= math.log2(highest):
+        return None
+    return [2 ** max(low, math.log2(lowest)), 2 ** min(high, math.log2(highest))]
+
+
+def of_saved(rates: list[float], curve: dict, seeds: int) -> dict:
+    """Return the optimum of a curve that `looped diagnose lr_transfer` saved. Files without the losses of seeds have
+    their means alone, which tell no interval over seeds."""
+    found = optimum(rates, curve.get("loss_of_seeds", curve["loss"]))
+    if seeds > 1 and "loss_of_seeds" not in curve and found["lr"] is not None:
+        return found | {"interval": None, "why": f"the file has the means of {seeds} seeds alone", "seeds": seeds}
+    return found
 
 
 def trained(rates: list[float], losses: list) -> list[tuple[float, list[float]]]:
@@ -75,16 +115,15 @@ def nearest(points: list, best: int) -> list:
 
 
 def parabola(x: np.ndarray, y: np.ndarray):
-    """Fit y[i, s] = a_s + b x_i + c x_i^2 by least squares. Return (b, c), their covariance, and the remaining degrees
-    of freedom."""
-    rates, seeds = y.shape
-    design = np.stack([x - x.mean(), x**2 - (x**2).mean()], 1)  # centred, which removes a_s
+    """Fit y = a + b x + c x^2 by least squares. Return (b, c), their covariance, and the remaining degrees of
+    freedom."""
+    design = np.stack([x - x.mean(), x**2 - (x**2).mean()], 1)  # centred, which removes a
     inverse = np.linalg.inv(design.T @ design)
-    centred = y - y.mean(0)
-    coefficients = inverse @ design.T @ centred.mean(1)
-    freedom = rates * seeds - seeds - 2
-    misfit = ((centred - (design @ coefficients)[:, None]) ** 2).sum()
-    return coefficients, inverse / seeds * misfit / max(freedom, 1), freedom
+    centred = y - y.mean()
+    coefficients = inverse @ design.T @ centred
+    freedom = len(y) - 3
+    misfit = ((centred - design @ coefficients) ** 2).sum()
+    return coefficients, inverse * misfit / max(freedom, 1), freedom
 
 
 def fieller(slope: float, curvature: float, covariance: np.ndarray, quantile: float):
@@ -99,10 +138,16 @@ def fieller(slope: float, curvature: float, covariance: np.ndarray, quantile: fl
 
 
 def shift(first: dict, other: dict) -> dict:
-    """Return the octaves from one optimum to another, with the interval of a difference of two estimates (MOVER)."""
+    """Return the octaves from one optimum to another, with Student's interval of the differences of equal seeds. With
+    one seed, or other numbers of seeds, it is the interval of a difference of two independent estimates (MOVER)."""
     if not (first.get("lr") and other.get("lr")):
         return {"octaves": None}
     a, b = math.log2(first["lr"]), math.log2(other["lr"])
+    before, after = first.get("lr_of_seeds", []), other.get("lr_of_seeds", [])
+    if before and len(before) == len(after):
+        level = first.get("level") or other.get("level") or LEVEL
+        of_seeds = over_seeds((math.log2(two / one) for one, two in zip(before, after)), level=level)
+        return {"octaves": of_seeds.value, "interval": [of_seeds.low, of_seeds.high]}
     if not (first.get("interval") and other.get("interval")):
         return {"octaves": b - a, "interval": None}
     (a_low, a_high), (b_low, b_high) = ([math.log2(end) for end in one["interval"]] for one in (first, other))
@@ -127,4 +172,5 @@ def in_words(found: dict) -> str:
         return f"none ({found['why']})"
     if found["interval"] is None:
         return f"{found['lr']:.3g} (no interval: {found['why']})"
-    return f"{found['lr']:.3g} [{found['interval'][0]:.3g}, {found['interval'][1]:.3g}]"
+    of_fit = " (of the fit to one seed)" if found["seeds"] == 1 else ""
+    return f"{found['lr']:.3g} [{found['interval'][0]:.3g}, {found['interval'][1]:.3g}]{of_fit}"
