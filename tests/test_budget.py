@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 import statistics
 from contextlib import nullcontext
@@ -88,7 +89,10 @@ def test_bits_and_perplexity_of_models_and_seeds(folders, text, tmp_path, capsys
     shown = (tmp_path / "out/budget.md").read_text()
     assert shown in capsys.readouterr().out
     assert "| measure | model | 1 loop | 3 loops |" in shown and " ± " in shown
-    assert "± of a model of several folders is their standard deviation; ± of a difference is its" in shown
+    assert (
+        "± of a model of several folders is their standard deviation; ± of one less seeds, 1 against 2 folders, is "
+        "the standard error over rows only, which does not tell how folders differ"
+    ) in shown
     assert (tmp_path / "out/budget.svg").read_text().startswith("<svg")
 
 
@@ -126,6 +130,30 @@ def test_a_difference_of_models_counts_their_seeds():
     of_rows = rows - rows.sum() / num_bytes.sum() * num_bytes
     error = math.sqrt(200 / 199 * np.square(of_rows).sum()) / num_bytes.sum()
     assert alone["bits per byte, less that of a"]["b"][4][1] == pytest.approx(error)
+
+
+@pytest.mark.parametrize("ours, theirs, holds", [(3, 3, 0.95), (2, 2, 0.95), (1, 3, None)])
+def test_a_difference_has_the_interval_that_is_said(ours, theirs, holds):
+    """Folders scatter by more than rows do. One folder against several has the error over rows, as one against one."""
+    draw, held, num_bytes = np.random.default_rng(0), 0, torch.full((30,), 100.0, dtype=torch.float64)
+
+    def folder() -> dict[str, RowScores]:
+        nats = torch.from_numpy(100 + draw.normal(0, 3) + draw.normal(0, 1, (1, 30)))
+        return {"": RowScores(nats, nats, num_bytes, num_bytes)}
+
+    for _ in range(150 if holds else 1):
+        found = {"a": [folder() for _ in range(theirs)], "b": [folder() for _ in range(ours)]}
+        precision = budget.precision_curves(found, [4])
+        folders = {model: [""] * len(of) for model, of in found.items()}
+        (said,) = budget.what_spreads_are({}, precision, folders)
+        value, error = precision["bits per byte, less that of a"]["b"][4]
+        held += holds is not None and abs(value) <= error * float(re.search(r"([\d.]+) times it", said)[1])
+    assert f"± of b less a, {ours} against {theirs} folders, is the standard error over rows" in said
+    if holds:
+        assert held / 150 == pytest.approx(holds, abs=0.054)  # three standard errors
+    else:
+        (difference,) = found["b"][0][""].byte_nats - sum(of[""].byte_nats for of in found["a"]) / theirs
+        assert error == pytest.approx(difference.std().item() / 30**0.5 / 100 / math.log(2)) and "rows only" in said
 
 
 def test_one_text_has_no_standard_error(folders, tmp_path, capsys):

@@ -18,7 +18,9 @@ from looped_eval.harness.looped_lm import LoopedLM
 from looped_eval.harness.question import check_question
 from looped_recipes.common.command_line import parse_depths, say_result, typed
 from looped_recipes.common.files import check_writable, write_whole
+from looped_recipes.common.intervals import students_reach
 from looped_recipes.common.provenance import note_what_is_replaced, write_json
+from looped_recipes.common.words import counted
 
 from .fully_looped import lambada_perplexity, six_curves
 from .options import parse
@@ -84,7 +86,7 @@ def row_curves(name: str, scores: RowScores, depths: list[int]) -> Curves:
 def precision_curves(found: dict[str, list[dict[str, RowScores]]], depths: list[int]) -> Curves:
     """Return standard errors of bits per byte over rows, and differences to the first model if rows are the same.
 
-    The error of a difference is that over rows and, of models with several folders, that over folders too.
+    The error of a difference is that over rows and, if both models have several folders, that over folders too.
     """
     curves: Curves = {}
     means = {
@@ -101,11 +103,18 @@ def precision_curves(found: dict[str, list[dict[str, RowScores]]], depths: list[
             other = means[first][name]
             if model != first and torch.equal(scores.bytes, other.bytes):  # else another tokenizer cut other windows
                 difference, over_rows = scores.less(other)
-                over_folders = sum(variance_of_mean([seed[name] for seed in found[each]]) for each in (model, first))
-                errors = (over_rows.square() + over_folders).sqrt().tolist()
+                variance = over_rows.square()
+                if counts_folders(len(found[model]), len(found[first])):
+                    variance += sum(variance_of_mean([seed[name] for seed in found[each]]) for each in (model, first))
+                errors = variance.sqrt().tolist()
                 points = dict(zip(depths, zip(difference.tolist(), errors)))
                 curves.setdefault(f"{name}bits per byte, less that of {first}", {})[model] = points
     return curves
+
+
+def counts_folders(ours: int, theirs: int) -> bool:
+    """Whether the error of a difference is over folders too: a single folder does not tell how folders differ."""
+    return min(ours, theirs) > 1
 
 
 def sizes_of(rows: dict[str, RowScores]) -> list[str]:
@@ -174,8 +183,17 @@ def what_spreads_are(curves: Curves, precision: Curves, models: dict[str, list[s
     ]
     said = ["± of a model of several folders is their standard deviation"] * several
     said += ["± of a single folder is lm-eval's standard error"] * any(each is not None for each in deviations)
-    if any("less that of" in measure for measure in precision):
-        said.append(f"± of a difference is its standard error, over {'rows and folders' if several else 'rows'}")
+    first = next(iter(models))
+    compared = {name for measure, of in precision.items() if measure.endswith(f"less that of {first}") for name in of}
+    for model in (name for name in models if name in compared):
+        counts = len(models[model]), len(models[first])
+        which = f"± of {model} less {first}, {counts[0]} against {counted(counts[1], 'folder')}, is the standard error"
+        if counts_folders(*counts):
+            times = students_reach(1.0, 2 * (min(counts) - 1))
+            said.append(f"{which} over rows and folders, and {times:.1f} times it a 95 % interval")
+        else:
+            alone = ", which does not tell how folders differ" if several else ""
+            said.append(f"{which} over rows only{alone}")
     return ["; ".join(said)] if said else []
 
 

@@ -48,8 +48,6 @@ def mean_of(seeds: list[RowScores]) -> RowScores:
     return RowScores(nats, byte_nats, seeds[0].tokens, seeds[0].bytes)
 
 
-def variance_of_mean(seeds: list[RowScores]) -> torch.Tensor | float:
-    """Return the squared standard error over seeds of their mean bits per byte; 0 of one seed, which tells none."""
-    if len(seeds) < 2:
-        return 0.0
+def variance_of_mean(seeds: list[RowScores]) -> torch.Tensor:
+    """Return the squared standard error over seeds, two at least, of their mean bits per byte."""
     return torch.stack([seed.bits_per_byte() for seed in seeds]).var(0) / len(seeds)
