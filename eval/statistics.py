@@ -4,25 +4,30 @@ lm_eval ... --tasks readout_nine_as_released --log_samples --output_path A; the 
 looped statistics A B --tokenizer MODEL --output statistics.json
 
 A and B are files of samples or folders that hold them, of any number of multiple-choice tasks; each candidate's
-log-likelihood is divided by its length, in the tokenizer's tokens, or in bytes if none is named. Accuracy is averaged
-over tasks, the other scores over items, with intervals from resampling items in pairs (for accuracy within each task).
+log-likelihood is divided by its length, in the tokenizer's tokens, or in bytes if none is named, with the space before
+it (acc_norm of lm-eval divides by characters, without this space). Accuracy is averaged over tasks, the other scores
+over items, with intervals from resampling items in pairs, for accuracy within each task. A verdict needs 20 items.
 """
 
 import json
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import NormalDist
 
 import numpy as np
 
 from looped_recipes.common.command_line import Parser, run_command, say_result, typed
 from looped_recipes.common.files import lines_of
+from looped_recipes.common.intervals import students_reach
 from looped_recipes.common.provenance import write_json
 from looped_recipes.common.words import counted
 
 
 RESAMPLES = 10_000
+FEWEST = 20  # items that a verdict needs: intervals of fewer hold the difference less often than they say
 WRITTEN_AT = re.compile(r"_(\d{4}-\d\d-\d\dT[\d.-]+)$")  # time at the end of lm-eval's file names
 SCORES = ("candidate_nll", "gold_nll", "gold_margin", "gold_probability")
 ACCURACIES = ("accuracy", "normalised_accuracy")
@@ -75,18 +80,26 @@ def paired_bootstrap(
     resamples: int = RESAMPLES,
     seed: int = 0,
     tasks: np.ndarray | None = None,
-) -> tuple[float, float]:
-    """Return the percentile interval of mean(second - first) over items resampled with replacement.
+) -> tuple[float, float] | None:
+    """Return the percentile interval of mean(second - first) over items resampled with replacement, or None if there
+    is a single item, of any task.
 
     tasks: the task of each item; the mean is then that of the tasks' means, and items are resampled within a task.
+    Resamples of n items scatter by sqrt((n - 1) / n) of what means of n items do, and percentiles take this scatter
+    for known: the interval is widened by the inverse, and by the ratio of Student's quantile to the normal one.
     """
     if len(first) != len(second) or not len(first):
         raise ValueError(f"a paired interval needs equally many scores of both, got {len(first)} and {len(second)}")
     differences = np.asarray(second, dtype=np.float64) - np.asarray(first, dtype=np.float64)
     of_tasks = [differences] if tasks is None else [differences[tasks == task] for task in sorted({*tasks})]
+    if min(map(len, of_tasks)) < 2:
+        return None
+    mean = np.mean([of.mean() for of in of_tasks])
+    of_tasks = [(of - of.mean()) * math.sqrt(len(of) / (len(of) - 1)) for of in of_tasks]
     rng = np.random.default_rng(seed)
     means = [np.mean([of[rng.integers(len(of), size=len(of))].mean() for of in of_tasks]) for _ in range(resamples)]
-    low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
+    reach = students_reach(1.0, len(differences) - len(of_tasks), level=level) / NormalDist().inv_cdf((1 + level) / 2)
+    low, high = mean + reach * np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
     return float(low), float(high)
 
 
@@ -99,7 +112,8 @@ def averages(items: list[Item]) -> dict[str, float]:
 
 
 def compare(first: list[Item], second: list[Item], level: float = 0.95, resamples: int = RESAMPLES) -> dict:
-    """Return the means of both models, their difference, and its interval."""
+    """Return the means of both models, their difference, and its interval. A score that is infinite for an item,
+    because a model gives a candidate no probability at all, has no difference."""
     ours = pair(first, second)
     sides = [[of_pair[side] for of_pair in ours] for side in (0, 1)]
     means, scores = [averages(side) for side in sides], [[item_scores(item) for item in side] for side in sides]
@@ -107,12 +121,14 @@ def compare(first: list[Item], second: list[Item], level: float = 0.95, resample
     tasks = np.array([item.task for item in sides[0]])
     for name in (*ACCURACIES, *SCORES):
         a, b = (np.array([score[name] for score in of_side]) for of_side in scores)
-        interval = paired_bootstrap(a, b, level, resamples, tasks=tasks if name in ACCURACIES else None)
+        finite = np.isfinite([a, b]).all()
+        of_tasks = tasks if name in ACCURACIES else None
+        interval = paired_bootstrap(a, b, level, resamples, tasks=of_tasks) if finite else None
         first_mean, second_mean = (of_side[name] for of_side in means)
         result[name] = {
             "first": first_mean,
             "second": second_mean,
-            "change": second_mean - first_mean,
+            "change": second_mean - first_mean if finite else None,
             "interval": interval,
         }
     return result
@@ -305,8 +321,9 @@ def table(result: dict) -> str:
     lines.append("|---|---:|---:|---:|---|")
     for name in (*ACCURACIES, *SCORES):
         score = result[name]
-        interval = "[{:+.4f}, {:+.4f}]".format(*score["interval"])
-        values = f"{score['first']:.4f} | {score['second']:.4f} | {score['change']:+.4f}"
+        interval = "–" if score["interval"] is None else "[{:+.4f}, {:+.4f}]".format(*score["interval"])
+        change = "–" if score["change"] is None else f"{score['change']:+.4f}"
+        values = f"{score['first']:.4f} | {score['second']:.4f} | {change}"
         lines.append(f"| {name.replace('_', ' ')} | {values} | {interval} |")
     return "\n".join(lines)
 
@@ -317,9 +334,25 @@ def table_of_one(result: dict) -> str:
 
 
 def difference_in_words(result: dict) -> str:
-    low, high = result["gold_nll"]["interval"]
-    verdict = "The second is better" if high < 0 else "The first is better" if low > 0 else "Neither is clearly better"
-    return f"{verdict}: gold_nll of the second less the first lies in [{low:+.4f}, {high:+.4f}]."
+    """Say which model has the lower gold_nll, and which accuracies say the opposite."""
+    change, interval = result["gold_nll"]["change"], result["gold_nll"]["interval"]
+    if change is None:
+        return "No verdict: a right candidate has no probability at all, and so an infinite gold_nll."
+    if interval is None:
+        return f"No verdict from {items_of(result)}: gold_nll of the second less the first is {change:+.4f}."
+    lies = "of the second less the first lies in [{:+.4f}, {:+.4f}]"
+    said = f"gold_nll {lies.format(*interval)}."
+    if result["items"] < FEWEST:
+        return f"No verdict from {items_of(result)}, fewer than {FEWEST} items: {said}"
+    low, high = interval
+    if low <= 0 <= high:
+        return f"Neither is clearly better: {said}"
+    said = f"The {'first' if low > 0 else 'second'} has the lower gold_nll: {said}"
+    for name in ACCURACIES:
+        of_accuracy = result[name]["interval"]
+        if of_accuracy is not None and (of_accuracy[0] > 0 < low or of_accuracy[1] < 0 > high):
+            said += f" But it has the lower {name.replace('_', ' ')}, which {lies.format(*of_accuracy)}."
+    return said
 
 
 def main(arguments: list[str] | None = None) -> dict:

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import torch
 from lm_eval.tasks import TaskManager
+from scipy.stats import norm as normal
+from scipy.stats import t as student
 
 from looped_eval import statistics
 from looped_eval.harness.command import results_by_depth
@@ -46,12 +48,15 @@ def test_probabilities_of_very_unlikely_candidates():
 @pytest.mark.parametrize("level", [0.5, 0.8, 0.9])
 @pytest.mark.some(1)
 def test_interval_against_every_resample(level):
-    """Of five items there are 5^5 resamples, all equally likely: their quantiles are the interval."""
+    """Of five items there are 5^5 resamples, all equally likely: their quantiles are the interval, once it is widened
+    as Student's interval of five items is wider than a normal one with the standard deviation over n."""
     first = np.array([0.3, -1.0, 0.2, 0.55, 2.0])
     second = np.array([0.1, 0.5, 0.25, 1.0, 1.9])
     differences = second - first
     means = sorted(differences[list(drawn)].mean() for drawn in itertools.product(range(5), repeat=5))
+    wider = math.sqrt(5 / 4) * student.ppf((1 + level) / 2, 4) / normal.ppf((1 + level) / 2)
     found = paired_bootstrap(first, second, level, resamples=40_000)
+    found = [differences.mean() + (end - differences.mean()) / wider for end in found]
     for value, share in zip(found, ((1 - level) / 2, (1 + level) / 2)):
         # between the exact quantiles at four standard errors of 40,000 draws to either side
         slack = 4 * math.sqrt(share * (1 - share) / 40_000)
@@ -97,10 +102,48 @@ def test_accuracy_over_tasks_and_scores_over_items():
     assert (result["accuracy"]["first"], result["accuracy"]["second"]) == (0.5, 1.0)  # (0 + 1) / 2, not 3 / 4
     assert result["gold_margin"]["first"] == pytest.approx((-1 + 1 + 1 + 1) / 4)
     assert result["gold_margin"]["second"] == pytest.approx((1 + 0.5 + 1.5 + 2.5) / 4)
-    # one of the tasks has a single item, which changes in every resample, and the other none that changes
-    assert result["accuracy"]["interval"] == (0.5, 0.5) and len(result["gold_margin"]["interval"]) == 2
+    # a task of a single item does not tell how its items differ
+    assert result["accuracy"]["interval"] is None and len(result["gold_margin"]["interval"]) == 2
     with pytest.raises(ValueError, match="1 items are in one of the two only, e.g. doc_id 2 of b"):
         compare(first, second[1:])
+
+
+def said_of(pairs: list[tuple[tuple, tuple]]) -> str:
+    """Return the sentence on two models with these log-likelihoods of a right and a wrong candidate."""
+    sides = [[item(doc_id=i, log_likelihoods=pair[side]) for i, pair in enumerate(pairs)] for side in (0, 1)]
+    result = compare(*sides, resamples=200)
+    statistics.table(result)
+    return statistics.difference_in_words(result)
+
+
+def test_few_items_have_no_verdict():
+    better, draw = ((-1.0, -2.0), (-1.0, -2.1)), np.random.default_rng(0)
+    assert said_of([better]) == "No verdict from 1 item of 1 task: gold_nll of the second less the first is -0.0259."
+    few = [((-1.0, -2.0), (-1.0, -2.1 - noise)) for noise in draw.uniform(0, 0.01, 20)]
+    assert said_of(few[:19]).startswith("No verdict from 19 items of 1 task, fewer than 20 items: gold_nll of the")
+    assert said_of(few).startswith("The second has the lower gold_nll: gold_nll of the second less the first lies in")
+    assert said_of([(b, a) for a, b in few]).startswith("The first has the lower gold_nll")
+    assert said_of([better] * 11 + [better[::-1]] * 11).startswith("Neither is clearly better")
+
+
+def test_an_accuracy_that_says_the_opposite_is_named():
+    """Where the first is right the second is a little wrong, and where both are wrong the first is so by far more."""
+    both_wrong, second_wrong = ((-9.0, -1.0), (-1.5, -1.0)), ((-1.0, -1.1), (-1.1, -1.0))
+    assert said_of([both_wrong] * 20).count("lower") == 1
+    said = said_of([both_wrong] * 20 + [second_wrong] * 10)
+    assert said.startswith("The second has the lower gold_nll: ")
+    assert "But it has the lower accuracy, which of the second less the first lies in [-0." in said
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_candidate_without_probability_has_no_difference():
+    pairs = [((-1.0, -math.inf), (-1.0, -math.inf))] * 2 + [((-1.0, -2.0), (-1.5, -2.0))] * 20
+    sides = [[item(doc_id=i, log_likelihoods=pair[side]) for i, pair in enumerate(pairs)] for side in (0, 1)]
+    result = compare(*sides, resamples=100)
+    assert result["candidate_nll"] == {"first": math.inf, "second": math.inf, "change": None, "interval": None}
+    assert "| candidate nll | inf | inf | – | – |" in statistics.table(result)
+    assert "first has the lower gold_nll" in statistics.difference_in_words(result)
+    assert "infinite gold_nll" in said_of([((-math.inf, -1.0), (-1.0, -2.0))] * 30)
 
 
 def asked(target, candidates, acc=None, likeliest=0, contexts=None, **doc) -> Question:
