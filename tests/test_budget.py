@@ -2,6 +2,7 @@
 
 import json
 import math
+import random
 import re
 import shutil
 import statistics
@@ -20,6 +21,7 @@ from looped_eval.budget import command as budget
 from looped_eval.budget.row_scores import RowScores
 from looped_eval.budget.streams import score_windows, windows
 from looped_eval.common.curves import table
+from looped_eval.common.findings import best_depths
 from looped_eval.core.command import core_scores
 from looped_recipes.common.token_losses import token_losses
 from modeling_looped import LoopedForCausalLM
@@ -154,6 +156,32 @@ def test_a_difference_has_the_interval_that_is_said(ours, theirs, holds):
     else:
         (difference,) = found["b"][0][""].byte_nats - sum(of[""].byte_nats for of in found["a"]) / theirs
         assert error == pytest.approx(difference.std().item() / 30**0.5 / 100 / math.log(2)) and "rows only" in said
+
+
+@pytest.mark.parametrize("folders", [2, 3])
+def test_a_best_depth_of_few_folders_is_rarely_named_where_all_are_equally_good(folders):
+    """Folders differ, and depths of a folder by less."""
+    draw, named = random.Random(0), 0
+    for _ in range(400):
+        found = []
+        for _ in range(folders):
+            seed = draw.gauss(0.5, 0.02)
+            found.append({"hop acc": {depth: (seed + draw.gauss(0, 0.01), 0.1) for depth in (1, 2, 4)}})
+        named += "is best" in best_depths(budget.over_seeds({"m": found}, of_means=True), folders={"m": found})
+    assert named < 33  # of 20, and three standard deviations of that
+
+
+def test_depths_of_folders_are_compared_in_pairs():
+    """Folders differ by far more than their depths, always in the same direction. Models are not in pairs."""
+    values = [(0.2, 0.301), (0.5, 0.598), (0.8, 0.902)]
+    found = {"m": [{"hop acc": {1: (one, 0.1), 2: (two, 0.1)}} for one, two in values]}
+    said = best_depths(budget.over_seeds(found, of_means=True), folders=found)
+    assert said == "hop acc is best at 2 loops (0.6003)."
+    apart = {f"at {i}": [{"hop acc": {1: (pair[i], 0.1)}} for pair in values] for i in (0, 1)}
+    said = best_depths(budget.over_seeds(apart, of_means=True), folders=apart)
+    assert said.endswith("at best for at 1, at 1 loop, and nowhere clearly worse.")
+    apart["at 0"] = apart["at 0"][:1]  # tells no difference of folders
+    assert "is highest for at 1" in best_depths(budget.over_seeds(apart, of_means=True), folders=apart)
 
 
 def test_one_text_has_no_standard_error(folders, tmp_path, capsys):

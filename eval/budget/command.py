@@ -255,4 +255,4 @@ def main(arguments: list[str] | None = None):
     draw(curves, args.output / "budget.svg")
     print(f"written: {args.output / 'budget.md'}, budget.json and budget.svg")
     first = next(iter(models.values()))[0]
-    say_result(best_depths(over_seeds(found, of_means=True), better), typed("looped halting", first))
+    say_result(best_depths(over_seeds(found, of_means=True), better, found), typed("looped halting", first))

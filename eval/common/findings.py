@@ -2,11 +2,12 @@
 
 import math
 import re
-from statistics import NormalDist
+from statistics import NormalDist, stdev
 
+from looped_recipes.common.intervals import students_reach
 from looped_recipes.common.words import counted, percent
 
-from .curves import Curves
+from .curves import Curves, Point
 
 
 LESS_IS_BETTER = re.compile(r"\b(perplexity|bits per byte|loss)\b")  # used where lm-eval does not say it
@@ -19,14 +20,19 @@ def loops_in_words(mean: float, full: float, each: str = "") -> str:
     return f"{mean:.2f} of {full:g} loops{each}{saved}"
 
 
-def best_depths(curves: Curves, more_is_better: dict[str, bool] | None = None) -> str:
+def best_depths(
+    curves: Curves,
+    more_is_better: dict[str, bool] | None = None,
+    folders: dict[str, list[dict[str, dict[int, Point]]]] | None = None,
+) -> str:
     """Return e.g. "arc_easy acc is best at 4 loops (0.3125).", with the model's name if there are several models.
 
-    more_is_better: the result of `curves.more_is_better`; for other measures, the name decides.
+    more_is_better: the result of `curves.more_is_better`; for other measures, the name decides. folders: {series:
+    {measure: points} of each folder} if values of the curves are means of folders.
     """
     known = more_is_better or {}
     measures = [name for name in curves if name != "mean loops" and not says_the_same(name, curves)]
-    said = "; ".join(best_point(name, curves[name], known.get(name)) for name in measures[:MOST])
+    said = "; ".join(best_point(name, curves[name], known.get(name), folders) for name in measures[:MOST])
     rest = f"; {len(measures) - MOST} more in the table" if len(measures) > MOST else ""
     exits = [point for points in curves.get("mean loops", {}).values() for point in points.items()]
     saved = "; ".join(loops_in_words(mean, depth) for depth, (mean, _) in exits)
@@ -40,10 +46,13 @@ def says_the_same(name: str, curves: Curves) -> bool:
     return metric in ("word_perplexity", "byte_perplexity") and f"{task} bits_per_byte" in curves
 
 
-def best_point(name: str, of_series: dict[str, dict], more_is_better: bool | None = None) -> str:
+def best_point(
+    name: str, of_series: dict[str, dict], more_is_better: bool | None = None, folders: dict | None = None
+) -> str:
     """Summarize one measure. If more is better, and errors are known, a depth is called best where the best and the
     worst value differ by more than chance would let any two of so many values differ, in 19 of 20 cases. Errors of
-    losses say little of their differences, which are of the same text: the lowest is named.
+    losses say little of their differences, which are of the same text: the lowest is named. folders: as in
+    `best_depths`.
     """
     if more_is_better is None:
         more_is_better = not LESS_IS_BETTER.search(name.replace("_", " "))
@@ -53,19 +62,40 @@ def best_point(name: str, of_series: dict[str, dict], more_is_better: bool | Non
         for series, of in of_series.items()
         for depth, (value, error) in of.items()
     ]
-    (value, depth, series, error), worst = max(points), min(points)
+    best, worst = max(points), min(points)
+    value, depth, series, error = best
     model = f" for {series}" if len(of_series) > 1 else ""
     at = f"at {counted(-depth, 'loop')}"
     if len(points) == 1:
         return f"{name} is {sign * value:.4f} {at}"
     if value == worst[0]:
         return f"{name} is {sign * value:.4f} at every depth{model and ' of every model'}"
-    if not more_is_better or None in (error, worst[3]):
+    pairs = len(points) * (len(points) - 1) // 2
+    at_both = [[folder[name][-each[1]][0] for folder in (folders or {}).get(each[2], [])] for each in (best, worst)]
+    chance = None if None in (error, worst[3]) else by_chance(best, worst, at_both, pairs)
+    if not more_is_better or chance is None:
         return f"{name} is {'highest' if more_is_better else 'lowest'}{model} {at} ({sign * value:.4f})"
-    pairs = len(points) * (len(points) - 1) / 2
-    if value - worst[0] < NormalDist().inv_cdf(1 - 0.025 / pairs) * math.hypot(error, worst[3]):
+    if value - worst[0] < chance:
         return f"{name} is {sign * value:.4f} ± {error:.4f} at best{model}, {at}, and nowhere clearly worse"
     return f"{name} is best{model} {at} ({sign * value:.4f})"
+
+
+def by_chance(best: tuple, worst: tuple, of_folders: list[list[float]], pairs: int) -> float | None:
+    """Return the difference that two of so many points reach by chance, in 1 of 20 cases; None if a single folder is
+    compared with several, as it does not tell how folders differ.
+
+    of_folders: the values of either point by folder. The depths of a model are compared folder by folder.
+    """
+    error = math.hypot(best[3], worst[3])
+    fewest, most = sorted(max(1, len(values)) for values in of_folders)
+    if most == 1:
+        return NormalDist().inv_cdf(1 - 0.025 / pairs) * error
+    if fewest == 1:
+        return None
+    if best[2] == worst[2]:
+        differences = [ours - theirs for ours, theirs in zip(*of_folders)]
+        return students_reach(stdev(differences) / math.sqrt(fewest), fewest - 1, pairs)
+    return students_reach(error, 2 * (fewest - 1), pairs)
 
 
 def best_depth(values: dict[int, float], trained: int | None, unit: str) -> str:
