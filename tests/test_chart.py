@@ -166,6 +166,17 @@ def test_numbers_that_are_read_together_have_as_many_digits():
     assert alike([0.0012, 350]) == ["0.0012", "350"] and alike([1e-9, 2e-9]) == ["10⁻⁹", "2×10⁻⁹"]
 
 
+@pytest.mark.parametrize("values", [[1153834.5, 1153877.0], [1.02e8, 1.04e8], [1.02e-5, 1.04e-5], [9.9e5, 1.01e6]])
+def test_labels_of_large_and_small_numbers_are_the_numbers(values):
+    ticks = Axis(values, 30, 350).ticks(room=26)
+    assert len(ticks) > 2
+    axis = Axis(values, 30, 350)
+    for place, words in ticks:
+        head, _, power = words.replace(",", "").replace("10", "1×10", words.startswith("10")).partition("×10")
+        power = power.translate(str.maketrans("⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "-0123456789"))
+        assert axis.place(float(f"{head}e{power or 0}")) == pytest.approx(place, abs=0.5), words
+
+
 def test_chance_is_that_of_the_task():
     assert chance_of("piqa acc") == 0.5 and chance_of("piqa bits") is None and chance_of("unheard acc") is None
     assert chance_of("hop acc", {"hop": {"metadata": {"chance": 0.2}}}) == 0.2

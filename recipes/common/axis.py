@@ -8,15 +8,16 @@ from dataclasses import dataclass, field
 SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
-def written(value: float, digits: int = 4) -> str:
-    """Format a number for readers: 1,500, 2.02, 0.0031, 3.1×10⁻⁷."""
+def written(value: float, digits: int = 4, before_power: int = 3) -> str:
+    """Format a number for readers: 1,500, 2.02, 0.0031, 3.1×10⁻⁷. before_power: digits before a power of ten, if
+    `digits` are not fewer."""
     if not math.isfinite(value):
         return "not a number" if math.isnan(value) else "infinite"
     if value == 0:
         return "0"
     size = int(f"{value:.{max(0, digits - 1)}e}".partition("e")[2])  # exponent of the rounded number
     if not -4 <= size < 6:
-        mantissa, _, size = f"{value:.{max(0, min(digits, 3) - 1)}e}".partition("e")
+        mantissa, _, size = f"{value:.{max(0, min(digits, before_power) - 1)}e}".partition("e")
         head, size = (mantissa.rstrip("0").rstrip(".") if "." in mantissa else mantissa), int(size)
         power = f"10{str(size).translate(SUPERSCRIPTS)}"
         return power if head == "1" else f"−{power}" if head == "-1" else f"{head}×{power}".replace("-", "−")
@@ -25,13 +26,30 @@ def written(value: float, digits: int = 4) -> str:
 
 
 def alike(values: list[float], digits: int = 4) -> list[str]:
-    """Format numbers that are read together: if their sizes are similar, all get the same number of decimals."""
+    """Format numbers that are read together: if their sizes are similar, all get the same number of decimals, or
+    before powers of ten as many as tell the numbers apart."""
     texts, sizes = [written(value, digits) for value in values], [abs(value) for value in values if value]
-    if not sizes or max(sizes) > 100 * min(sizes) or any(text[-1] in "⁰¹²³⁴⁵⁶⁷⁸⁹" for text in texts):
+    if not sizes or max(sizes) > 100 * min(sizes):
         return texts
+    if any(text[-1] in "⁰¹²³⁴⁵⁶⁷⁸⁹" for text in texts):
+        needed = digits_that_part(values, min(digits, 3))
+        return [written(value, max(digits, needed), needed) for value in values]
     most = max(len(text.partition(".")[2]) for text in texts)
     decimals = min(most, max(0, digits - 1 - math.floor(math.log10(max(sizes)) + 1e-9)))
     return [f"{value:,.{decimals}f}".replace("-", "−") if value else "0" for value in values]
+
+
+def digits_that_part(values: list[float], fewest: int) -> int:
+    """Return how many significant digits, up to three more than `fewest`, it takes that rounding moves no value by
+    more than a hundredth of the least distance between two values."""
+    ordered = sorted({*values})
+    gap = min((b - a for a, b in zip(ordered, ordered[1:])), default=math.inf)
+    enough = (
+        digits
+        for digits in range(fewest, fewest + 3)
+        if all(abs(float(f"{value:.{digits - 1}e}") - value) <= gap / 100 for value in ordered)
+    )
+    return next(enough, fewest + 3)
 
 
 def width_of(text: str, size: float = 11) -> float:
