@@ -177,6 +177,20 @@ def test_labels_of_large_and_small_numbers_are_the_numbers(values):
         assert axis.place(float(f"{head}e{power or 0}")) == pytest.approx(place, abs=0.5), words
 
 
+def test_what_has_no_place_on_an_axis_is_left_out():
+    points = [(1, 2.0), (2, 4.0), (4, 3.0)]
+    line = Line("a", points, errors=[math.inf, math.nan, 0.5])
+    places = {"zero": 0, "far": math.inf, "none": math.nan, "seen": 2.5}
+    for log in (True, False):
+        chart = Chart("", "x", "y", [line], log_x=log, log_y=log, levels=places, marks=places)
+        shown = [] if log else ["zero: 0"]
+        said = ["a: x 1, y 2", "a: x 2, y 4", "a: x 4, y 3 ± 0.5"]
+        assert titles(chart) == [*shown, "seen: 2.5", *shown, "seen: 2.5", *said]
+        assert "nan" not in chart.svg() and "inf" not in chart.svg()
+        bars = Bars("", "y", {"a": 1.0, "b": 3.0}, levels=places, log=log)
+        assert titles(bars) == ["a: 1", "b: 3", *shown, "seen: 2.5"]
+
+
 def test_chance_is_that_of_the_task():
     assert chance_of("piqa acc") == 0.5 and chance_of("piqa bits") is None and chance_of("unheard acc") is None
     assert chance_of("hop acc", {"hop": {"metadata": {"chance": 0.2}}}) == 0.2

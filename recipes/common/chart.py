@@ -5,7 +5,7 @@
     save_charts([chart], "depth.svg")        # a picture of its own
 
 A chart is 360 units wide and is scaled to the width of its place; it is legible at 340 pixels. Values that are not
-finite are left out; `is_empty` tells that a chart has no finite values.
+finite, or not above 0 on a logarithmic axis, are left out; `is_empty` tells that a chart has no finite values.
 """
 
 import math
@@ -42,6 +42,11 @@ class Line:
     dots: bool = True
     errors: list[float | None] | None = None
     labels: list[str] | None = None  # beside the points; those without room are left out
+
+
+def fits(value: float | None, log: bool) -> bool:
+    """Whether a value has a place on an axis."""
+    return value is not None and math.isfinite(value) and (value > 0 or not log)
 
 
 def wrapped(text: str, width: float, size: float) -> list[str]:
@@ -95,8 +100,13 @@ class Chart:
     ends: tuple[float, ...] = ()  # values that the vertical axis always includes
 
     def fits(self, x, y) -> bool:
-        numbers = x is not None and y is not None and math.isfinite(x) and math.isfinite(y)
-        return numbers and (x > 0 or not self.log_x) and (y > 0 or not self.log_y)
+        return fits(x, self.log_x) and fits(y, self.log_y)
+
+    def rules(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Return the levels and marks that have a place on their axis."""
+        sides = ((self.levels, self.log_y), (self.marks, self.log_x))
+        levels, marks = ({name: at for name, at in named.items() if fits(at, log)} for named, log in sides)
+        return levels, marks
 
     def shown(self) -> list[Line]:
         kept = []
@@ -106,6 +116,7 @@ class Chart:
             rows = [row for row in columns if self.fits(*row[0])]
             if rows:
                 points, errors, labels = map(list, zip(*rows))
+                errors = [error if fits(error, False) else None for error in errors]
                 kept.append(replace(line, points=points, errors=errors, labels=labels))
         return kept
 
@@ -117,12 +128,13 @@ class Chart:
         """Return (class, colour, words) for the legend: of lines, if there are several, and of dotted lines."""
         kinds = ["dot" if not line.joined else "line dashed" if line.dashed else "line" for line in lines]
         of_lines = [(kind, line.color, line.name) for kind, line in zip(kinds, lines) if line.name]
-        rows = of_lines if len(lines) > 1 or self.levels or self.marks else []
+        levels, marks = self.rules()
+        rows = of_lines if len(lines) > 1 or levels or marks else []
         in_order = [row for row in rows if row[1][0] == "q"]
         if len(in_order) > 8:  # a few entries of an ordered scale are enough
             few = [in_order[i * (len(in_order) - 1) // 4] for i in range(5)]
             rows = few + [row for row in rows if row not in in_order]
-        dotted = [f"{name} ({written(at)})" for name, at in (*self.levels.items(), *self.marks.items())]
+        dotted = [f"{name} ({written(at)})" for name, at in (*levels.items(), *marks.items())]
         return rows + [("rule", "", words) for words in dotted]
 
     def svg(self) -> str:
@@ -146,13 +158,14 @@ class Chart:
 
     def plot(self, lines: list[Line], top: float) -> tuple[list[str], float]:
         bottom = top + PLOT
+        levels, marks = self.rules()
         ys = [y for line in lines for _, y in line.points]
         ys += [y + sign * e for line in lines for (_, y), e in zip(line.points, line.errors) if e for sign in (-1, 1)]
-        ys = [y for y in (*ys, *self.levels.values(), *self.ends) if y > 0 or not self.log_y]
+        ys = [y for y in (*ys, *levels.values(), *self.ends) if fits(y, self.log_y)]
         up = Axis(ys, bottom, top + 4, self.log_y)
         labels = up.ticks(room=26)
         left = max(24.0, max((width_of(words) for _, words in labels), default=0) + 10)
-        xs = [x for line in lines for x, _ in line.points] + list(self.marks.values())
+        xs = [x for line in lines for x, _ in line.points] + list(marks.values())
         across = Axis(xs, left, WIDTH - RIGHT, self.log_x, self.whole_x, self.x_ticks)
         parts = []
         for y, words in labels:
@@ -163,9 +176,9 @@ class Chart:
             parts.append(text(min(x, WIDTH - width_of(words) / 2), bottom + 16, words, "middle"))
         parts.append(f'<path class="grid" d="M{left:.1f} {bottom}H{WIDTH - RIGHT}"/>')
         parts.append(text((left + WIDTH) / 2, bottom + 32, self.x, "middle"))
-        for name, level in self.levels.items():
+        for name, level in levels.items():
             parts.append(self.rule(f"M{left:.1f} {up.place(level):.1f}H{WIDTH - RIGHT}", name, level))
-        for name, mark in self.marks.items():
+        for name, mark in marks.items():
             parts.append(self.rule(f"M{across.place(mark):.1f} {top}V{bottom}", name, mark))
         dots = [(across.place(x), up.place(y)) for line in lines if len(line.points) <= 40 for x, y in line.points]
         taken = [(x - 4, y - 4, x + 4, y + 4) for x, y in dots]
@@ -239,13 +252,14 @@ class Bars:
     def svg(self) -> str:
         values, (parts, top) = self.shown(), heading(self.title)
         log = self.log and min(values.values()) > 0
+        levels = {name: level for name, level in self.levels.items() if fits(level, log)}
         names = {name: name if width_of(name) < 150 else name[:22] + "…" for name in values}
         left = 12 + max(map(width_of, names.values()))
-        ends = [*values.values(), *self.levels.values(), *self.ends]
+        ends = [*values.values(), *levels.values(), *self.ends]
         ends.append(min(ends) / 3 if log else 0.0)
         labels = [written(v, 3) for v in values.values()] if log else alike(list(values.values()), 3)
         axis = Axis(ends, left, WIDTH - 8 - max(map(width_of, labels)), log, margin=0)
-        dotted = "".join(f"; dotted: {name} ({written(level)})" for name, level in self.levels.items())
+        dotted = "".join(f"; dotted: {name} ({written(level)})" for name, level in levels.items())
         said = wrapped(f"{self.y}{', logarithmic' if log else ''}{dotted}", WIDTH - 8, 11)
         parts += [text(4, top + 12 + 14 * i, line) for i, line in enumerate(said)]
         top += 8 + 14 * len(said)
@@ -256,7 +270,7 @@ class Bars:
             wide, said = max(abs(end - start), 1.5), f"{name}: {written(value, 6)}"
             parts.append(box(self.colors.get(name, "c0"), min(start, end), y + 3, wide, 15, said))
             parts.append(text(max(start, end) + 5, y + 14, label))
-        for name, level in self.levels.items():
+        for name, level in levels.items():
             parts.append(Chart.rule(f"M{axis.place(level):.1f} {top:.0f}V{top + 22 * len(values):.0f}", name, level))
         return drawing(parts, top + 22 * len(values) + 8, self.title or self.y)
 
