@@ -53,6 +53,12 @@ RESULTS = Path(__file__).parents[1] / "results"
 TRAINED = readout_numbers.Trained("claims/made_up", "400", "small", frequencies=8.0)
 
 
+@pytest.mark.parametrize("values", [[1.0, math.nan], [math.nan], [math.inf, math.nan, 1.0]])
+def test_what_is_no_number_has_no_mean_over_seeds(values):
+    with pytest.raises(ValueError, match="a mean over seeds needs numbers, got .*nan.*leave out"):
+        over_seeds(values)
+
+
 def test_students_interval_of_three_seeds():
     # by a table: t of 97.5 % and 2 degrees of freedom is 4.3027; the deviation of 1, 2, 3 is 1
     value, low, high, seeds = over_seeds([1.0, 2.0, 3.0])

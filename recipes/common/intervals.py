@@ -34,6 +34,8 @@ def over_seeds(values: Iterable[float], candidates: int = 1, level: float = LEVE
     which reaches 95 % with six seeds. With fewer seeds it is unbounded, unless all seeds give the same value.
     """
     values = list(values)
+    if any(map(math.isnan, values)):
+        raise ValueError(f"a mean over seeds needs numbers, got {values}: leave out seeds that have none")
     if len(values) > 1 and not all(map(math.isfinite, values)):
         low, high = min(values), max(values)
         if low != high and 1 - 2 ** (1 - len(values)) < level:
