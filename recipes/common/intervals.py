@@ -6,8 +6,6 @@ from functools import cache
 from statistics import fmean, median_low, stdev
 from typing import NamedTuple
 
-from scipy.stats import t as student
-
 
 LEVEL = 0.95
 
@@ -58,4 +56,6 @@ def students_reach(standard_error: float, degrees: int, candidates: int = 1, lev
 
 @cache
 def students_quantile(probability: float, degrees: int) -> float:
+    from scipy.stats import t as student  # takes a second
+
     return float(student.ppf(probability, degrees))
