@@ -121,9 +121,14 @@ def test_what_public_codes_keep_in_one_tensor_is_clipped_as_one(preset, clip_as_
 
 
 def test_vectors_and_what_parcae_exempts_do_not_decay():
-    """Written out: everything with fewer than two dimensions, B of the injection and C."""
+    """Written out: everything with fewer than two dimensions, B of the injection and C, and the norms of each loop."""
     model = tiny_model(
-        preset="parcae", num_prelude_layers=1, num_coda_layers=1, residual_scaling="factored", attention_bias="qkv"
+        preset="parcae",
+        num_prelude_layers=1,
+        num_coda_layers=1,
+        residual_scaling="factored",
+        attention_bias="qkv",
+        loop_norms=True,
     )
     config = OptimizerConfig(lr=0.01, weight_decay=0.1, embedding_lr=0.05, decay_all=False)
     optimizers = build_optimizers(model, config, 10)
@@ -132,6 +137,9 @@ def test_vectors_and_what_parcae_exempts_do_not_decay():
     assert rates == everywhere
     exempt = {"model.injection.input_proj.weight", "model.coda_proj.weight"}
     exempt |= {name for name, parameter in model.named_parameters() if parameter.ndim < 2}
+    norms = {f"model.core.{i}.{name}_layernorm.weight" for i in (0, 1) for name in ("input", "post_attention")}
+    assert {model.get_parameter(name).shape for name in norms} == {(3, 32)}  # loops, width
+    exempt |= norms
     assert exempt < set(decay) and "model.injection.log_rate" in exempt
     assert decay == {name: 0.0 if name in exempt else 0.1 for name in decay}
 
@@ -181,6 +189,15 @@ def test_embedding_and_head_have_their_own_rates():
     assert math.isclose(rates["model.embed_tokens.weight"], 0.2 * 24**0.5)
     assert math.isclose(rates["lm_head.weight"], 0.008 * 24**0.5)
     assert rates["model.core.0.mlp.up_proj.weight"] == 0.02
+
+
+def test_the_decay_of_an_embedding_with_a_rate_of_its_own_keeps_the_product():
+    config = OptimizerConfig(lr=0.01, embedding_lr=0.05, weight_decay=0.1, keep_decay_product=True)
+    model = tiny_model()
+    optimizers = build_optimizers(model, config, 10)
+    rates, decay = rates_of(model, optimizers), rates_of(model, optimizers, "weight_decay")
+    assert rates["model.embed_tokens.weight"] == 0.05 and math.isclose(decay["model.embed_tokens.weight"], 0.02)
+    assert all(math.isclose(rate * decay[name], 0.001) for name, rate in rates.items())
 
 
 def test_every_embedding_table_has_the_embedding_rate():
