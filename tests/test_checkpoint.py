@@ -17,17 +17,22 @@ from looped_recipes.engine.checkpoint import (
     check_space,
     latest_checkpoint,
     load_checkpoint,
+    named_checkpoints,
     save_checkpoint,
+    step_and_attempt,
 )
 from looped_recipes.engine.export import export_model
+from looped_recipes.engine.monitor import Monitor
 from looped_recipes.engine.optimizers import build_optimizers
+from looped_recipes.engine.run_checkpoints import Progress, RunCheckpoints
 from looped_recipes.engine.saving import CheckpointError, only_run
 from looped_recipes.engine.tensor_parallel import can_split
-from looped_recipes.settings.recipe import OptimizerConfig
+from looped_recipes.settings.recipe import OptimizerConfig, load_recipe
 from modeling_looped import LoopedForCausalLM
 
 from .distributed_worker import full_disk, launch, train
 from .helpers import random_ids, tiny_model, tiny_tokenizer
+from .helpers_pretrain import SMOKE
 from .helpers_processes import run_and_kill
 
 
@@ -148,6 +153,29 @@ def test_the_newest_and_the_best_are_kept(tmp_path):
     assert latest_checkpoint(tmp_path).name == "step-00000005"
 
 
+@pytest.mark.parametrize(("keep_best", "kept"), [(True, [1, 2]), (False, [2])])
+def test_a_run_goes_on_with_its_counts_its_monitor_and_its_best(tmp_path, keep_best, kept):
+    output = [f"training.output_dir={tmp_path}", "training.keep_last=1", f"training.keep_best={keep_best}"]
+    recipe = load_recipe(SMOKE / "lt.yaml", output)
+    accelerator, metrics = SimpleNamespace(trackers=[], print=print), SimpleNamespace(path=tmp_path / "metrics.jsonl")
+    compared = {"precision": "no", "rows_of_dropout": None, "validation": {}}
+
+    def checkpoints(monitor) -> RunCheckpoints:
+        return RunCheckpoints(recipe, accelerator, *model_and_optimizers(), monitor, metrics, None, compared)
+
+    monitor, new_monitor, progress = Monitor(), Monitor(), Progress(num_skipped=4, total_steps=9)
+    assert monitor.warnings({"spectral_radius": 2.0})
+    for step in (1, 2):
+        progress.step = progress.evaluated_at = step
+        progress.last_validation = 1.0 + step
+        checkpoints(monitor).save(progress)
+    assert folders(tmp_path / "checkpoints") == [f"step-{step:08d}" for step in kept]
+    found, path = checkpoints(new_monitor).start()
+    assert (path.name, found) == ("step-00000002", Progress(step=2, num_skipped=4, best=2.0, total_steps=9))
+    assert new_monitor.history == {"spectral_radius": [2.0]}
+    assert not new_monitor.warnings({"spectral_radius": 2.0})  # said once
+
+
 def test_one_run_at_a_time(tmp_path):
     with only_run(tmp_path / "run"):
         with pytest.raises(CheckpointError, match="another process is training in .*run: wait for it"):
@@ -170,6 +198,25 @@ def test_the_same_step_again_replaces_it(tmp_path):
     other, others = model_and_optimizers()
     assert load_checkpoint(path, other, others)["try"] == 2
     assert_same(contents(other, others), contents(model, optimizers))
+
+
+def test_attempts_at_a_step_have_new_names_and_are_ordered_by_number(tmp_path):
+    model, optimizers = model_and_optimizers()
+    for name in ("", ".2", ".3"):
+        assert save_checkpoint(tmp_path, 1, model, optimizers, {}).name == f"step-00000001{name}"
+        assert folders(tmp_path) == [f"step-00000001{name}"]  # the one before is removed
+    names = [f"step-00000001{name}" for name in ("", ".2", ".10")] + ["step-00000002"]
+    for name in reversed(names):
+        (tmp_path / "more" / name).mkdir(parents=True)
+    found = named_checkpoints(tmp_path / "more")
+    assert [path.name for path in found] == names
+    assert [step_and_attempt(path) for path in found] == [(1, 1), (1, 2), (1, 10), (2, 1)]
+
+
+def test_a_checkpoint_under_the_name_of_another_step_is_not_taken(tmp_path):
+    path = save_checkpoint(tmp_path, 1, *model_and_optimizers(), {})
+    path.rename(tmp_path / "step-00000009")
+    assert latest_checkpoint(tmp_path) is None
 
 
 def test_a_folder_with_the_later_steps_of_another_run_is_refused(tmp_path):
@@ -398,6 +445,17 @@ def test_too_little_space_is_found_before_writing(tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match="a checkpoint takes"):
         save_checkpoint(tmp_path, 2, model, optimizers, {})
     assert folders(tmp_path) == [good.name]
+
+
+def test_muon_needs_space_for_one_moment(tmp_path, monkeypatch):
+    model, optimizers = model_and_optimizers(MUON)
+    muon, adamw = (sum(p.numel() for group in each.param_groups for p in group["params"]) for each in optimizers)
+    size, usage = 4 * (2 * muon + 3 * adamw), shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=size))
+    check_space(tmp_path, model, optimizers)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=size - 1))
+    with pytest.raises(CheckpointError, match="a checkpoint takes"):
+        check_space(tmp_path, model, optimizers)
 
 
 # Export

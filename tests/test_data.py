@@ -1,5 +1,6 @@
 """Data of the recipes: sources, packing, shards that survive what happens to them, and the order of the rows."""
 
+import dataclasses
 import errno
 import gzip
 import json
@@ -34,7 +35,7 @@ from looped_recipes.data.shuffle import rows_of_step
 from looped_recipes.data.sources import readable
 from looped_recipes.data.tokenizers import tokenizer_hash
 from looped_recipes.settings.recipe import DataConfig, RecipeError
-from tests.helpers import quick_and_slow, tiny_model
+from tests.helpers import quick_and_slow, tiny_model, tiny_tokenizer
 from tests.helpers_data import WORDS, make_documents, write_jsonl
 
 
@@ -485,6 +486,19 @@ def test_killed_preparation_goes_on_and_gives_the_same_shards(make_data, monkeyp
     kept = (folder / "part-00000.train.npy").stat().st_mtime_ns
     assert contents(shards.prepare(data).folder) == unbroken
     assert (folder / "part-00000.train.npy").stat().st_mtime_ns == kept
+
+
+def test_parts_of_another_tokenizer_are_made_anew(make_data, tmp_path):
+    maker = shards._maker(tmp_path, make_data(), tiny_tokenizer(), parts.HeldOut(), None)
+    maker("part", ["a b", "c"])
+    assert maker.is_made("part")
+    assert not dataclasses.replace(maker, tokenizer="other").is_made("part")
+
+
+def test_ids_of_more_than_16_bits_are_kept(make_data, tmp_path, monkeypatch):
+    for size, dtype in ((2**16, "uint16"), (2**16 + 1, "uint32")):
+        monkeypatch.setattr(shards, "num_ids", lambda _, size=size: size)
+        assert shards._maker(tmp_path, make_data(), tiny_tokenizer(), parts.HeldOut(), None).dtype == dtype
 
 
 def kill_after_some_parts(data: DataConfig, who: str):

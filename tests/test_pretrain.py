@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -28,10 +29,12 @@ from looped_recipes.common.checksums import read_sealed, sealed
 from looped_recipes.common.errors import CommandError
 from looped_recipes.common.hardware import known_rate
 from looped_recipes.common.metrics import read_metrics
+from looped_recipes.data.packing import PackedRows
 from looped_recipes.data.shards import prepare
 from looped_recipes.engine import peers, publish, reports, training
 from looped_recipes.engine.beginning import precision_of
 from looped_recipes.engine.reports import StepReports
+from looped_recipes.engine.resume import compared_settings, differing
 from looped_recipes.engine.run_checkpoints import Progress
 from looped_recipes.engine.saving import CheckpointError
 from looped_recipes.engine.training import Divergence
@@ -83,6 +86,14 @@ def whole_run(training_text, tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole") / "run"
     main([str(SMOKE / "parcae.yaml"), *smoke_settings(training_text, folder)])
     return folder
+
+
+def test_the_seed_draws_the_first_weights(training_text, tmp_path):
+    recipe = load_recipe(SMOKE / "lt.yaml", smoke_settings(training_text, tmp_path, "training.seed=5"))
+    run = training.Pretraining(recipe)
+    torch.manual_seed(5)
+    expected = LoopedForCausalLM(run.config).state_dict()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in run.bare.state_dict().items())
 
 
 def test_models_of_the_way_change_nothing(whole_run, training_text, tmp_path):
@@ -163,7 +174,9 @@ def test_validation_is_that_of_the_saved_model(whole_run):
     nats = -logits.log_softmax(-1).gather(-1, target.clamp(min=0)[..., None])[..., 0]
     labelled = target != -100
     num_bytes = data.token_bytes[target.clamp(min=0)] * labelled
-    last = [record for record in read_metrics(whole_run / "metrics.jsonl") if "validation/loss" in record][-1]
+    records = [record for record in read_metrics(whole_run / "metrics.jsonl") if "validation/loss" in record]
+    assert [record["step"] for record in records] == [2, 5]  # after three and six steps
+    last = records[-1]
     assert last["validation/loss_at_2"] == pytest.approx(nats[labelled].mean().item(), rel=1e-5)
     bits = nats[num_bytes > 0].sum() / num_bytes.sum() / torch.log(torch.tensor(2.0))
     assert last["validation/bits_per_byte_at_2"] == pytest.approx(bits.item(), rel=1e-5)
@@ -665,6 +678,17 @@ def test_a_checkpoint_of_another_run_is_refused(recipe, more, message, half_done
     with pytest.raises(CheckpointError, match="is a checkpoint of another config: .*" + message):
         main([str(SMOKE / f"{recipe}.yaml"), *smoke_settings(training_text, half_done, *more)])
     assert logged_losses(half_done) == before
+
+
+def test_rows_that_begin_elsewhere_are_other_data():
+    """Also where their number and the text of those that are compared are the same."""
+    rows = PackedRows([np.zeros(96, dtype=np.int64)], 32, 32, start=1, token_bytes=torch.ones(1))
+    data = SimpleNamespace(train=rows, validation=rows, manifest={"tokenizer": {"sha256": ""}})
+    plain, half, whole = (
+        compared_settings(load_recipe(SMOKE / "lt.yaml", ["data.sequence_length=32", *more]), {}, data)
+        for more in ([], ["data.stride=16"], ["data.stride=32"])
+    )
+    assert differing(plain, half) == [("data.stride", 32, 16)] and differing(plain, whole) == []
 
 
 def test_a_checkpoint_from_before_fields_were_added_goes_on(whole_run, half_done, training_text, tmp_path):
