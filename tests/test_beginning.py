@@ -4,6 +4,7 @@ import pytest
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
+from looped_recipes.common.checksums import Damaged, write_checksums
 from looped_recipes.engine.beginning import build_model, check_start
 from looped_recipes.settings.costs import plan
 from looped_recipes.settings.recipe import RecipeError, load_recipe
@@ -46,6 +47,15 @@ def test_other_tokens_are_refused(tmp_path, saved):
         build_model(recipe, other)
     (saved / "tokenizer_config.json").unlink()
     assert build_model(recipe, other).config.hidden_size == 32  # nothing says which it knew
+
+
+def test_a_damaged_model_is_not_begun_with(tmp_path, saved):
+    write_checksums(saved)
+    content = bytearray((saved / "model.safetensors").read_bytes())
+    content[-1] ^= 4
+    (saved / "model.safetensors").write_bytes(content)
+    with pytest.raises(Damaged, match="model.safetensors has the checksum"):
+        build_model(recipe_of(tmp_path, saved), tiny_tokenizer())
 
 
 def test_the_vocabulary_has_room_for_the_largest_id(tmp_path):

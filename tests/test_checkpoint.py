@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from looped_recipes.common.checksums import check_folder
+from looped_recipes.common.checksums import change_of, check_folder
 from looped_recipes.engine.checkpoint import (
     check_space,
     latest_checkpoint,
@@ -477,14 +477,24 @@ def test_an_export_opens_with_from_pretrained(tmp_path, fields):
 def test_an_export_replaces_the_one_before_and_nothing_else(tmp_path):
     model = tiny_model()
     path = export_model(tmp_path / "final", model, tiny_tokenizer())
+    for leftover in (".final.saving", ".final.replaced"):  # of an export that was killed
+        (tmp_path / leftover).mkdir()
+        (tmp_path / leftover / "tokenizer.json").write_text("")
     export_model(path, model.to(torch.bfloat16))
     assert LoopedForCausalLM.from_pretrained(path).dtype == torch.bfloat16
-    assert "tokenizer.json" not in folders(path)
+    assert "tokenizer.json" not in folders(path) and folders(tmp_path) == ["final"]
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("keep")
     with pytest.raises(CheckpointError, match="mine exists and is not a saved model"):
         export_model(tmp_path / "mine", model)
     assert folders(tmp_path / "mine") == ["notes.txt"]
+
+
+def test_an_export_has_the_depth_of_training_also_where_the_model_was_run_deeper(tmp_path):
+    model = tiny_model(num_loops=3)
+    model.config.num_loops = 5
+    opened = LoopedForCausalLM.from_pretrained(export_model(tmp_path / "final", model))
+    assert (opened.config.num_loops, opened.trained_depth) == (5, 3)
 
 
 def test_an_export_of_the_same_weights_keeps_the_exits_that_were_found_for_them(tmp_path):
@@ -496,6 +506,7 @@ def test_an_export_of_the_same_weights_keeps_the_exits_that_were_found_for_them(
     export_model(path, model)
     assert LoopedForCausalLM.from_pretrained(path).generation_config.exit_threshold == 0.25
     check_folder(path)
+    assert change_of(path / "generation_config.json") is None
     with torch.no_grad():
         model.lm_head.weight += 1
     export_model(path, model)

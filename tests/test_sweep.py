@@ -251,6 +251,14 @@ def test_switches_beside_words_are_drawn():
     assert list(optima([{**result, plot["curve"]: n} for result, n in zip(results, (10, 9, 1))], **plot)) == [1, 9, 10]
 
 
+def test_a_point_with_a_diverged_seed_is_not_drawn():
+    plot = {"x": "optimizer.lr", "curve": "model.num_loops"}
+    losses = {1e-3: [2.0, 2.5], 2e-3: [1.0, None], 4e-3: [3.0, 3.5]}
+    results = [{plot["x"]: lr, plot["curve"]: 2, "loss": loss} for lr, of_x in losses.items() for loss in of_x]
+    (chart,) = charts_of(results, plot)
+    assert chart.lines[0].points == [(1e-3, 2.25), (4e-3, 3.25)]
+
+
 def test_unequal_replicas_are_refused_before_training(tmp_path):
     entries = ((0.001, 0), (0.002, 0), (0.002, 1), (0.004, 0))
     runs = "".join(f"- {{optimizer.lr: {lr}, training.seed: {s}, model.num_loops: 2}}\n" for lr, s in entries)

@@ -5,17 +5,19 @@ import os
 import time
 import warnings
 from threading import Event
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from looped_recipes.engine import checkpoint
 from looped_recipes.engine.background import Background
-from looped_recipes.engine.checkpoint import save_checkpoint, whole_checkpoints
+from looped_recipes.engine.checkpoint import METRICS, load_checkpoint, save_checkpoint, whole_checkpoints
 from looped_recipes.engine.saving import CheckpointError
 from tests.faults.tiny_run import STEPS, metrics_of
 from tests.helpers import tiny_model
 from tests.helpers_processes import run_and_kill
+from tests.test_checkpoint import advance, assert_same, contents, model_and_optimizers
 
 
 BACKGROUND = ["training.save_in_background=true", "training.save_every=1", "training.keep_last=10"]
@@ -53,6 +55,24 @@ def test_a_kill_while_a_checkpoint_is_written(runs, monkeypatch):
     assert steps_of(place)[-1] == 4
     runs.train(place)
     assert runs.why_other(place) is None
+
+
+def test_what_is_written_is_as_it_was_when_the_step_was_saved(tmp_path):
+    """Not as the training has made it by the time of the writing."""
+    model, optimizers = model_and_optimizers()
+    metrics, work = tmp_path / "metrics.jsonl", []
+    advance(model, optimizers, 0)
+    metrics.write_text("before")
+    expected = contents(model, optimizers)
+    background = SimpleNamespace(wait=lambda: None, start=work.append, group=None)
+    path = save_checkpoint(tmp_path / "c", 1, model, optimizers, {}, metrics=metrics, background=background)
+    advance(model, optimizers, 1)
+    metrics.write_text("after")
+    work[0]()
+    other, others = model_and_optimizers()
+    load_checkpoint(path, other, others)
+    assert_same(contents(other, others), expected)
+    assert (path / METRICS).read_text() == "before"
 
 
 def test_filters_of_warnings_that_end_meanwhile_do_not_come_back(tmp_path, monkeypatch):

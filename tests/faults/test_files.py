@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,8 +17,9 @@ import torch.distributed.checkpoint as dcp
 from looped_eval.common.model_folder import model_folder
 from looped_recipes import export
 from looped_recipes.common import checksums
-from looped_recipes.common.files import remove_leftovers
+from looped_recipes.common.files import append_line, remove_leftovers, write_whole
 from looped_recipes.common.metrics import read_metrics
+from looped_recipes.data import shards
 from looped_recipes.engine.checkpoint import (
     MARKER,
     latest_checkpoint,
@@ -31,9 +33,9 @@ from looped_recipes.engine.resume import comparable, refuse_lost_run
 from looped_recipes.engine.saving import CheckpointError
 from looped_recipes.engine.sweep_runs import Run
 from looped_recipes.engine.sweeps import DIVERGED, outcome, train
-from looped_recipes.settings.recipe import RecipeError, load_recipe
+from looped_recipes.settings.recipe import DataConfig, RecipeError, load_recipe
 from tests.faults.tiny_run import metrics_of
-from tests.helpers import tiny_model, wait_until
+from tests.helpers import tiny_model, tiny_tokenizer, wait_until
 from tests.helpers_processes import is_running, run_and_kill
 from tests.test_checkpoint import ADAMW, advance, assert_same, contents, model_and_optimizers
 
@@ -220,6 +222,57 @@ def test_leftovers_go(tmp_path):
     (tmp_path / "kept").write_text("")
     remove_leftovers(tmp_path)
     assert os.listdir(tmp_path) == ["kept"]
+
+
+# What has its name is on the disk
+
+
+@pytest.fixture
+def order(monkeypatch) -> list:
+    """What is forced to the disk, as inodes, and the paths that files and folders are renamed to, in order."""
+    done, fsync = [], os.fsync
+
+    def forced(file):
+        done.append(os.fstat(file).st_ino)
+        fsync(file)
+
+    def renamed(function):
+        def wrapper(source, target):
+            function(source, target)
+            done.append(Path(target))
+
+        return wrapper
+
+    monkeypatch.setattr(os, "fsync", forced)
+    for name in ("rename", "replace"):
+        monkeypatch.setattr(os, name, renamed(getattr(os, name)))
+    return done
+
+
+def assert_forced(order: list, path: Path):
+    """All of it before it had its name, and then the folder that holds the name."""
+    at = order.index(path)
+    missing = [each for each in (path, *path.rglob("*")) if each.stat().st_ino not in order[:at]]
+    assert missing == [] and path.parent.stat().st_ino in order[at:]
+
+
+def test_what_is_written_is_on_the_disk_before_it_has_its_name(tmp_path, order):
+    write_whole(tmp_path / "file", b"x")
+    assert_forced(order, tmp_path / "file")
+    order.clear()
+    append_line(tmp_path / "lines", "x")
+    assert order == [(tmp_path / "lines").stat().st_ino]
+    tokenizer, metrics = tiny_tokenizer(), tmp_path / "metrics.jsonl"
+    metrics.write_text("{}")
+    model, optimizers = model_and_optimizers()
+    path = save_checkpoint(tmp_path / "c", 1, model, optimizers, {}, tokenizer=tokenizer, metrics=metrics)
+    assert {"tokenizer", "logged.jsonl", "__0_0.distcp"} <= set(os.listdir(path))
+    assert_forced(order, path)
+    path = export_model(tmp_path / "final", model, tokenizer, readme="# A model")
+    assert {"tokenizer.json", "README.md", "model.safetensors"} <= set(os.listdir(path))
+    assert_forced(order, path)
+    shards._tokenizer(tmp_path, DataConfig(tokenizer=str(path)), ())
+    assert_forced(order, tmp_path / "tokenizer")
 
 
 # What goes on elsewhere
