@@ -46,9 +46,13 @@ class Targets(NamedTuple):
 
 
 def denominator(labels: torch.Tensor, num_items_in_batch: torch.Tensor | int | None) -> torch.Tensor | int:
-    """Return the number of labelled tokens here, or in all batches that the Trainer accumulates; at least 1."""
+    """Return the number of labelled tokens here, or in all batches that the Trainer accumulates; 1 if there
+    are none. The share of one of several processes may be below 1."""
     items = (labels != IGNORE_INDEX).sum() if num_items_in_batch is None else num_items_in_batch
-    return items.to(labels.device).clamp(min=1) if torch.is_tensor(items) else max(items, 1)
+    if not torch.is_tensor(items):
+        return max(items, 1)
+    items = items.to(labels.device)
+    return items.masked_fill(items == 0, 1)
 
 
 def exit_log_probabilities(gates: torch.Tensor, last_loop: torch.Tensor | int) -> torch.Tensor:

@@ -448,6 +448,16 @@ class TestConventions:
         assert_same(model, found, reference_loss(model, ids, labels, items=29), *tolerance)
 
     @pytest.mark.covering
+    def test_the_share_of_a_process_in_the_labels_may_be_below_one(self, model, output_logits):
+        """As half of the single label of two processes, whose mean is then that label's loss."""
+        ids, labels = batch()
+        one, half = (
+            model(ids, labels=labels, num_items_in_batch=torch.tensor(items), output_logits=output_logits).loss
+            for items in (1.0, 0.5)
+        )
+        torch.testing.assert_close(half, 2 * one)
+
+    @pytest.mark.covering
     def test_accumulated_micro_batches_are_the_batch(self, model, output_logits, tolerance):
         ids, labels = batch(batch_size=4)
         items = int((labels[:, 1:] != IGNORE).sum())

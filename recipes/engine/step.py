@@ -130,7 +130,7 @@ class Steps:
         if known != step or labels is None:
             mine = torch.tensor(self.batches.read(step).num_labels, device=self.accelerator.device)
             labels = self.accelerator.reduce(mine, reduction="sum")
-        return labels.clamp(min=1)
+        return labels
 
     def clip(self) -> torch.Tensor:
         """Clip the gradients, and return the norm of all of them before clipping."""
