@@ -50,7 +50,7 @@ def denominator(labels: torch.Tensor, num_items_in_batch: torch.Tensor | int | N
     are none. The share of one of several processes may be below 1."""
     items = (labels != IGNORE_INDEX).sum() if num_items_in_batch is None else num_items_in_batch
     if not torch.is_tensor(items):
-        return max(items, 1)
+        return items or 1
     items = items.to(labels.device)
     return items.masked_fill(items == 0, 1)
 
