@@ -91,6 +91,31 @@ def test_every_position_of_every_window_counts(tmp_path, system):
     assert (found["trained"] == found["perplexity"]) == (system == "terminal")
 
 
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "loss", ["terminal", "per_loop", "last_third", "exit_weighted", "exit_weighted_logits", "gate"]
+)
+def test_the_trained_loss_is_the_one_of_training(tmp_path, capsys, loss):
+    """In 4 loops, of which 2 are the last third."""
+    folder = make_run(tmp_path / "run", "readout_terminal_raw", seed=0, joined_by=" ")
+    gate = {"exit_gate": "raw", "exit_entropy_weight": 0.0} if "exit" in loss or loss == "gate" else {}
+    model = tiny_model(vocab_size=30, num_loops=4, max_position_embeddings=LENGTH + 1, loop_loss=loss, **gate)
+    model.save_pretrained(folder / "final")
+    result = readout_table.main([str(folder), "--dtype", "float64"])
+    found, system = result["runs"]["run"], result["systems"]["run"]
+    assert len(found["loss_at"]) == 4 and len(set(found["loss_at"])) == 4 and system["seeds"] == 1
+    printed = capsys.readouterr().out
+    assert ("trained" in printed.split("\n\n")[0]) == ("trained" in found) == ("trained" in system) == (loss != "gate")
+    if loss == "gate":
+        assert "| – |" in printed
+        return
+    ids = torch.tensor([4 + "abcdefghijklmnopqrstuvwxyz".index(letter) for letter in TEXT.split()])
+    windows = torch.stack([ids[start : start + LENGTH + 1] for start in range(0, len(ids) - LENGTH, STRIDE)])
+    expected = model.double().eval()(windows, labels=windows).loss.exp()
+    assert found["trained"] == pytest.approx(expected.item(), rel=1e-6)
+    assert (found["trained"] == found["perplexity"]) == (loss == "terminal")
+
+
 def test_start_tokens_are_no_targets(tmp_path):
     """Documents that begin with a start token: it is read, and never predicted, as in training."""
     folder = make_run(tmp_path / "run", SYSTEMS["terminal"]["preset"], seed=0, text=TEXT)

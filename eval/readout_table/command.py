@@ -20,7 +20,7 @@ from looped_recipes.common.token_losses import perplexity, token_losses
 from looped_recipes.data.packing import IGNORE_INDEX, PackedRows
 from looped_recipes.engine.training import flat
 from modeling_looped import LoopedConfig, LoopedForCausalLM
-from modeling_looped.losses import exit_log_probabilities
+from modeling_looped.losses import exit_log_probabilities, start_of_last_third
 
 from .options import parse
 
@@ -75,7 +75,8 @@ def sums_of(
 
 
 def measure(model, rows: PackedRows, batch_size: int) -> dict:
-    """Measure the numbers of the table for one run, and the same numbers after every loop."""
+    """Measure the numbers of the table for one run, and the same numbers after every loop. There is no "trained" where
+    no cross-entropy is trained."""
     device, sums, labelled, tokens = model.lm_head.weight.device, Counter(), 0, 0
     for start in progress(range(0, len(rows), batch_size), "windows"):
         batch = rows.batch(range(start, min(start + batch_size, len(rows))))
@@ -89,14 +90,17 @@ def measure(model, rows: PackedRows, batch_size: int) -> dict:
     losses, norms = (sums["losses"] / labelled).tolist(), (sums["norms"] / tokens).tolist()
     exits = {name: sums[name].item() / labelled for name in ("expected", "mixed") if name in sums}
     trained = {
+        "terminal": losses[-1],
         "per_loop": statistics.fmean(losses),
+        "last_third": statistics.fmean(losses[start_of_last_third(len(losses)) :]),
         "exit_weighted": exits.get("expected"),
         "exit_weighted_logits": exits.get("mixed"),
-    }
+        "gate": None,  # trains no cross-entropy
+    }[model.config.loop_loss]
     return {
         "norm": norms[-1],
         "perplexity": perplexity(losses[-1]),
-        "trained": perplexity(trained.get(model.config.loop_loss, losses[-1])),
+        **({} if trained is None else {"trained": perplexity(trained)}),
         "loss_at": losses,
         "norm_at": norms,
         **{f"loss_{name}": loss for name, loss in exits.items()},
@@ -142,9 +146,9 @@ def of_system(members: list[RunFolder], measured: dict[str, dict]) -> dict:
     """Return means over seeds. A seed with measures that are not finite counts as diverged, whatever its training
     logged."""
     found = [measured[run.name] for run in members if run.name in measured]
-    sound = [values for values in found if all(math.isfinite(values[key]) for key in MEASURES)]
+    sound = [values for values in found if all(math.isfinite(values[key]) for key in MEASURES if key in values)]
     diverged = sum(run.status.startswith("diverged") for run in members) + len(found) - len(sound)
-    means = {key: summary([values[key] for values in sound]) for key in MEASURES} if sound else {}
+    means = {key: summary([values[key] for values in sound]) for key in MEASURES if sound and key in sound[0]}
     return {"seeds": len(sound), "diverged": diverged, **means}
 
 
@@ -197,7 +201,8 @@ def main(arguments: list[str] | None = None) -> dict:
         asked = {"dtype": getattr(torch, args.dtype), "trust_remote_code": args.trust_remote_code}
         model = LoopedForCausalLM.from_pretrained(run.folder / "final", **asked)
         measured[run.name] = measure(model.to(args.device).eval(), windows(run), args.batch_size)
-        print(f"{run.name}: " + ", ".join(f"{name} {measured[run.name][name]:.4g}" for name in MEASURES))
+        found = measured[run.name]
+        print(f"{run.name}: " + ", ".join(f"{name} {found[name]:.4g}" for name in MEASURES if name in found))
         measured[run.name] |= {"num_loops": config.trained_depth, "loop_loss": config.loop_loss}
     of_systems = {name: of_system(members, measured) for name, members in systems.items()}
     print("", table(of_systems), sep="\n")

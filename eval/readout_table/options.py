@@ -9,8 +9,9 @@ is in. For every run:
 
     norm              mean over tokens of ||H_K||
     perplexity        of the readout after the last loop
-    trained loss      exp of the cross-entropy that is trained: of the last loop, its mean over loops, weighted by the
-                      exit distribution, or that of logits so weighted. The paper's table 2 has this one.
+    trained loss      exp of the cross-entropy that is trained: of the last loop, its mean over loops or over the last
+                      third of them, weighted by the exit distribution, or that of logits so weighted; with
+                      loop_loss "gate" there is none. The paper's table 2 has this one.
 
 Runs that differ in their seed alone are one system: mean and sample standard deviation.
 """
