@@ -479,6 +479,23 @@ def test_every_text_is_read(tmp_path):
     assert (rows == 4).sum() == (rows == 5).sum() == 100
 
 
+@pytest.mark.parametrize("short", range(3))
+def test_a_text_that_is_too_short_for_its_share_is_named(tmp_path, short):
+    """Longer texts do not fill it up."""
+    texts, shares = [tmp_path / f"{name}.txt" for name in "abc"], [67, 67, 66]
+    shorter, share = texts[short], shares[short]
+    for text in texts:
+        text.write_text(f"{text.stem} " * 200)
+    shorter.write_text(f"{shorter.stem} " * (share - 1))  # and an end token
+    shares[short] -= 1
+    rows = halting.text_rows([str(text) for text in texts], tiny_tokenizer(), 20, 10, seed=0)
+    assert [(rows == 4 + number).sum() for number in range(3)] == shares
+    shorter.write_text(f"{shorter.stem} " * (share - 2))
+    said = f"{shorter.name} holds {share - 1} tokens, fewer than the {share} that two slices of 10 sequences of 10"
+    with pytest.raises(ValueError, match=said):
+        halting.text_rows([str(text) for text in texts], tiny_tokenizer(), 20, 10, seed=0)
+
+
 @pytest.mark.parametrize(
     "options, words",
     [
@@ -491,7 +508,7 @@ def test_every_text_is_read(tmp_path):
         (["--num-loops", "1"], "num_loops=1: with a single loop"),
         (["--min-loops", "4"], "--min-loops 4"),
         (["--sequences", "0"], "--sequences must be at least 1, got 0"),
-        (["--sequences", "4000"], "fewer than two slices of 4000 sequences"),
+        (["--sequences", "4000"], "fewer than the 88000 that two slices of 4000 sequences of 11 tokens take of it"),
         (["--criteria", "entropy", "--write", "kl"], "--write kl is not among"),
     ],
 )

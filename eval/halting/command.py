@@ -97,15 +97,16 @@ def text_rows(texts: list[str], tokenizer, count: int, length: int, seed: int) -
     """Return [count, length] tokens, equally many of each text: documents in random order, joined by the end token."""
     ids = []
     for number, text in enumerate(texts, start=1):
-        wanted = -(-count * length * number // len(texts))
+        share = -(-count * length * number // len(texts)) - len(ids)
         documents = training_source(DataConfig(source=text)).load().shuffle(seed=seed)
-        ids += itertools.islice(joined_tokens(documents, tokenizer), wanted - len(ids))
-    if len(ids) < count * length:
-        raise ValueError(
-            f"{', '.join(texts)} holds {len(ids)} tokens, fewer than two slices of {count // 2} sequences of {length} "
-            "tokens: lower --sequences or --length, or add text"
-        )
-    rows = torch.tensor(ids[: count * length]).view(count, length)
+        found = list(itertools.islice(joined_tokens(documents, tokenizer), share))
+        if len(found) < share:
+            raise ValueError(
+                f"{text} holds {len(found)} tokens, fewer than the {share} that two slices of {count // 2} "
+                f"sequences of {length} tokens take of it: lower --sequences or --length, or add text to it"
+            )
+        ids += found
+    rows = torch.tensor(ids).view(count, length)
     return rows[torch.randperm(count, generator=torch.Generator().manual_seed(seed))]
 
 
