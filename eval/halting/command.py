@@ -48,7 +48,7 @@ from .conclusion import (
 )
 from .options import BEST, LEAST_SEQUENCES, SEQUENCES, parse
 from .page import write_page
-from .scoring import at_depth, measure, sequence_scores_at, with_sequence_exits, with_token_exits
+from .scoring import at_depth, measure, with_sequence_exits, with_token_exits
 
 
 # Arguments and text
@@ -146,13 +146,13 @@ def flops_per_token(config, length: int, mean_loops: float, mean_readouts: float
     return forward_flops_per_token(config, length, mean_loops) + (mean_readouts - 1) * readout
 
 
-def mean_readouts(rule, loops: torch.Tensor, scores_at, num_loops: int) -> float:
+def mean_readouts(rule: ExitRule, loops: torch.Tensor, num_loops: int) -> float:
     """Return how often a unit ran coda and head, averaged over units: at each check before its last loop, and once
-    after it. loops: number of loops of each unit; scores_at(loop): whether a check reads logits after this loop.
-    """
+    after it. loops: number of loops of each unit."""
     if rule.criterion.needs != "logits":
         return 1.0
-    before = torch.tensor([0] + [scores_at(loop) for loop in range(1, num_loops)]).cumsum(0)  # checks before a loop
+    scores = [rule.scores_at(loop) for loop in range(1, num_loops)]
+    before = torch.tensor([0, *scores]).cumsum(0)  # checks before a loop
     return (before[loops.cpu() - 1] + 1).double().mean().item()
 
 
@@ -179,7 +179,7 @@ def out_of_reach(units: Units, names: list[str], unit: str, args) -> list[str]:
     ]
 
 
-def result_row(aim: dict, rule, units: Units, scored, at_full_depth: float, scores_at, config, args) -> dict:
+def result_row(aim: dict, rule, units: Units, scored, at_full_depth: float, config, args) -> dict:
     """Return a row of results. aim: what the rule was calibrated for; units: calibration slice; scored: other slice,
     whose perplexity is `at_full_depth`."""
     loops, found = scored.loops.double().mean().item(), mean_perplexity(scored.losses)
@@ -187,7 +187,7 @@ def result_row(aim: dict, rule, units: Units, scored, at_full_depth: float, scor
     calibrated = perplexity_at(loops_before, units.losses)
     of_calibration = {} if "budget" in aim else {"calibrated_loops": loops_before.double().mean().item()}
     full = flops_per_token(config, args.length, args.num_loops, 1)
-    readouts = mean_readouts(rule, scored.loops, scores_at, args.num_loops)
+    readouts = mean_readouts(rule, scored.loops, args.num_loops)
     return {
         "criterion": rule.name,
         **aim,
@@ -219,8 +219,7 @@ def sequence_level(model, calibration: Units, rows: torch.Tensor, names: list[st
         fixed.append({**row, "speedup": full / seconds[k], "tokens_per_second": tokens / seconds[k]})
     halting = []
     for aim, rule in rules:
-        scores_at = partial(sequence_scores_at, rule)
-        row = result_row(aim, rule, calibration, scored[rule], at_full_depth, scores_at, model.config, args)
+        row = result_row(aim, rule, calibration, scored[rule], at_full_depth, model.config, args)
         speed = {"measured_speedup": full / seconds[rule], "tokens_per_second": tokens / seconds[rule]}
         halting.append(row | speed)
     return fixed, halting
@@ -235,7 +234,7 @@ def token_level(
     rules = rules_of(calibration, names, args.budget[:1], args, model.config)
     for aim, rule in progress(rules, "tokens that exit"):
         scored = with_token_exits(model, rows, rule, args.num_loops, args.batch_size)
-        found.append(result_row(aim, rule, calibration, scored, at_full_depth, rule.scores_at, model.config, args))
+        found.append(result_row(aim, rule, calibration, scored, at_full_depth, model.config, args))
     return found
 
 

@@ -78,8 +78,3 @@ def with_sequence_exits(model, rows: torch.Tensor, rule: ExitRule, num_loops: in
     """Stop the loops of a sequence, and remove it from its batch, when its tokens' mean score passes the threshold."""
     losses, loops = with_token_exits(model, rows, replace(rule, per_sequence=True), num_loops, batch_size)
     return Scored(losses, loops[:, 0])
-
-
-def sequence_scores_at(rule: ExitRule, loop: int) -> bool:
-    """Return whether the score of a sequence is computed after `loop` loops (counted from 1)."""
-    return replace(rule, per_sequence=True).scores_at(loop)
