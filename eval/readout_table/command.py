@@ -9,17 +9,16 @@ from pathlib import Path
 import torch
 
 from looped_eval.common.held_out import prepared_data, run_data
+from looped_eval.common.model_folder import open_config, open_model
 from looped_eval.common.progress import progress
 from looped_eval.common.run_folder import RunFolder, open_runs
-from looped_recipes.common.checksums import check_folder
+from looped_recipes.common import replicas
 from looped_recipes.common.command_line import say_result, typed
 from looped_recipes.common.files import write_whole
 from looped_recipes.common.measures import token_rms
 from looped_recipes.common.provenance import write_json
 from looped_recipes.common.token_losses import perplexity, token_losses
 from looped_recipes.data.packing import IGNORE_INDEX, PackedRows
-from looped_recipes.engine.training import flat
-from modeling_looped import LoopedConfig, LoopedForCausalLM
 from modeling_looped.losses import exit_log_probabilities, start_of_last_third
 
 from .options import parse
@@ -30,18 +29,9 @@ MEASURES = {"norm": "norm of H_K", "perplexity": "perplexity", "trained": "perpl
 
 def windows(run: RunFolder) -> PackedRows:
     """Return rows of the validation split, one token longer than the model reads, so that every token has a target."""
-    data = run_data(run.folder)
-    rows, stride = prepared_data(run.folder, data).validation, data.stride or data.sequence_length
-    return PackedRows(
-        rows.shards,
-        sequence_length=data.sequence_length + 1,
-        stride=stride,
-        start=rows.start,
-        token_bytes=rows.token_bytes,
-        learn_start=rows.learn_start,
-        document_masking=rows.document_masking,
-        start_ends=rows.start_ends,
-    )
+    rows = prepared_data(run.folder, run_data(run.folder)).validation
+    rows.sequence_length += 1
+    return rows
 
 
 @torch.no_grad()
@@ -138,8 +128,8 @@ def systems_of(runs: list[RunFolder]) -> dict[str, list[RunFolder]]:
 
 def settings_of(run: RunFolder) -> dict:
     """Return the settings of a run, without those that may differ between seeds."""
-    free = ("training.seed", "training.output_dir", "training.stop_after", "data.cache_dir", "evaluation.", "logging.")
-    return {key: value for key, value in flat(run.recipe).items() if not key.startswith(free)}
+    free = ("training.seed", "training.stop_after", "data.cache_dir", "evaluation.", "logging.")
+    return {key: value for key, value in replicas.settings_of(run.recipe).items() if not key.startswith(free)}
 
 
 def of_system(members: list[RunFolder], measured: dict[str, dict]) -> dict:
@@ -196,14 +186,11 @@ def main(arguments: list[str] | None = None) -> dict:
         if run.status != "finished":
             print(f"left out: {run.name} is {run.status}")
             continue
-        check_folder(run.folder / "final")
-        config = LoopedConfig.from_pretrained(run.folder / "final")
-        asked = {"dtype": getattr(torch, args.dtype), "trust_remote_code": args.trust_remote_code}
-        model = LoopedForCausalLM.from_pretrained(run.folder / "final", **asked)
-        measured[run.name] = measure(model.to(args.device).eval(), windows(run), args.batch_size)
-        found = measured[run.name]
+        folder, config = open_config(str(run.folder / "final"))
+        model = open_model(folder, args, dtype=getattr(torch, args.dtype))
+        found = measure(model, windows(run), args.batch_size)
         print(f"{run.name}: " + ", ".join(f"{name} {found[name]:.4g}" for name in MEASURES if name in found))
-        measured[run.name] |= {"num_loops": config.trained_depth, "loop_loss": config.loop_loss}
+        measured[run.name] = {**found, "num_loops": config.trained_depth, "loop_loss": config.loop_loss}
     of_systems = {name: of_system(members, measured) for name, members in systems.items()}
     print("", table(of_systems), sep="\n")
     output = args.output or Path(args.folders[0])
