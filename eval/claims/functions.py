@@ -4,35 +4,18 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+from .after_training import after_training
+from .answers import TASKS, answers
 from .definition import MADE_BY, Measurement, Setting
+from .frequencies import loss_of_frequencies
+from .growth import cosines, growth
+from .laws import laws
+from .probes import probes
+from .theorems import theorems
 
 
 RESULT = "{}.json"
 SYSTEMS = ("looped", "as_many_parameters", "as_many_operations")
-
-
-def growth(seed: int, folder: Path) -> dict:
-    from .growth import growth
-
-    return growth(seed)
-
-
-def cosines(seed: int, folder: Path) -> dict:
-    from .growth import cosines
-
-    return cosines(seed)
-
-
-def theorems(seed: int, folder: Path) -> dict:
-    from .theorems import theorems
-
-    return theorems(seed)
-
-
-def frequencies(seed: int, folder: Path) -> dict:
-    from .frequencies import loss_of_frequencies
-
-    return {"loss": loss_of_frequencies(next(folder.glob("*/recipe.yaml")).parent)}
 
 
 def trained_in(folder: Path) -> dict[str, Path]:
@@ -40,42 +23,15 @@ def trained_in(folder: Path) -> dict[str, Path]:
     return {path.parent.name: path.parent for path in sorted(folder.glob("*/final"))}
 
 
-def probes(seed: int, folder: Path) -> dict:
-    from .probes import probes
-
-    return probes(trained_in(folder))
-
-
-def laws(seed: int, folder: Path) -> dict:
-    from .laws import laws
-
-    return laws(folder)
-
-
-def after_training(seed: int, folder: Path) -> dict:
-    from .after_training import after_training
-
-    return after_training(trained_in(folder))
-
-
-def answers_of(task: str) -> Callable[[int, Path], dict]:
-    def measure(seed: int, folder: Path) -> dict:
-        from .answers import answers
-
-        return answers(folder, task, SYSTEMS)
-
-    return measure
-
-
 FUNCTIONS: dict[str, Callable[[int, Path], dict]] = {
-    "growth": growth,
-    "cosines": cosines,
-    "theorems": theorems,
-    "frequencies": frequencies,
-    "probes": probes,
-    "laws": laws,
-    "after_training": after_training,
-    **{task: answers_of(task) for task in ("p_hop", "permutation", "addition", "row")},
+    "growth": lambda seed, _: growth(seed),
+    "cosines": lambda seed, _: cosines(seed),
+    "theorems": lambda seed, _: theorems(seed),
+    "frequencies": lambda _, folder: {"loss": loss_of_frequencies(next(folder.glob("*/recipe.yaml")).parent)},
+    "probes": lambda _, folder: probes(trained_in(folder)),
+    "laws": lambda _, folder: laws(folder),
+    "after_training": lambda _, folder: after_training(trained_in(folder)),
+    **{task: lambda _, folder, task=task: answers(folder, task, SYSTEMS) for task in TASKS},
 }
 
 
