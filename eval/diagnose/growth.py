@@ -177,18 +177,15 @@ def residual_norm(
     check_sweep(loops, rules, seeds, steps)
     loops, reason = sorted(loops), why_not_unshared(config)
     how = {"loops": loops, "steps": steps, "seeds": seeds, "lr": lr, "num_tokens": num_tokens}
-    result = {**how, "looped": {}}
-    for rule in rules:
-        curves = mean_curves(config, "looped", rule, "norms", **how)
-        result["looped"][rule] = {"R": curves, "slope": slopes(loops, curves, NORM_THEORY["looped"][rule])}
-    if reason:
-        return {**result, "no_unshared": reason}
-    result["unshared"] = {}
-    for rule in rules:
-        if rule in NORM_THEORY["unshared"]:
-            curves = mean_curves(config, "unshared", rule, "norms", **how)
-            result["unshared"][rule] = {"R": curves, "slope": slopes(loops, curves, NORM_THEORY["unshared"][rule])}
-    return result
+    result = dict(how)
+    for arrangement in ["looped"] if reason else ["looped", "unshared"]:
+        theory, found = NORM_THEORY[arrangement], {}
+        for rule in rules:
+            if rule in theory:
+                curves = mean_curves(config, arrangement, rule, "norms", **how)
+                found[rule] = {"R": curves, "slope": slopes(loops, curves, theory[rule])}
+        result[arrangement] = found
+    return {**result, "no_unshared": reason} if reason else result
 
 
 def update_size(

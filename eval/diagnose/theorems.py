@@ -8,6 +8,7 @@ training. Every measure gives the constants of the theorem's premises beside wha
 """
 
 import math
+from collections.abc import Callable
 from statistics import fmean
 
 import torch
@@ -64,6 +65,12 @@ def averaged(rows: list[dict]) -> dict:
     return {name: fmean(row[name] for row in rows) for name in rows[0]}
 
 
+def over_loops(loops: list[int], seeds: int, measure: Callable[[int, int], dict]) -> dict[str, list[float]]:
+    """Return {name: averages over seeds of what `measure(loops, seed)` gives, at each of `loops`}."""
+    rows = [averaged([measure(count, seed) for seed in range(seeds)]) for count in loops]
+    return {name: [row[name] for row in rows] for name in rows[0]}
+
+
 # Theorem 1: one layer, looped
 
 
@@ -110,21 +117,18 @@ def theorem_1(
     for name, shared, least_alpha, exponent in (("shared", True, 1.0, 2.0), ("independent", False, 0.5, 1.0)):
         result["arrangements"][name] = {}
         for alpha in progress(alphas, "rules"):
-            rows = []
-            for count in loops:
-                of_seeds = []
-                for seed in range(seeds):
-                    weights = matrices(seed, 1 if shared else count, 1, width, width).expand(count, -1, -1, -1)
-                    of_seeds.append(sums_of_residuals(weights, gaussian(seeds + seed, width), count**-alpha))
-                rows.append(averaged(of_seeds))
-            sums, scales = ([row[key] for row in rows] for key in ("sum_squared", "scale"))
-            holds = alpha >= least_alpha
+
+            def one(count: int, seed: int, shared=shared, alpha=alpha) -> dict:
+                weights = matrices(seed, 1 if shared else count, 1, width, width).expand(count, -1, -1, -1)
+                return sums_of_residuals(weights, gaussian(seeds + seed, width), count**-alpha)
+
+            found, holds = over_loops(loops, seeds, one), alpha >= least_alpha
             result["arrangements"][name][f"alpha={alpha:g}"] = {
-                "slope_of_sum_squared": {"theory": exponent if holds else None, **slopes(loops, sums)},
-                "slope_of_R": {"theory": 0.0 if holds else None, **slopes(loops, [row["R"] for row in rows])},
-                "m_minus": min(row["mass"] for row in rows),
-                "q_plus": max(scales),
-                **{key: [row[key] for row in rows] for key in rows[0]},
+                "slope_of_sum_squared": {"theory": exponent if holds else None, **slopes(loops, found["sum_squared"])},
+                "slope_of_R": {"theory": 0.0 if holds else None, **slopes(loops, found["R"])},
+                "m_minus": min(found["mass"]),
+                "q_plus": max(found["scale"]),
+                **found,
             }
     return result
 
@@ -173,19 +177,15 @@ def theorem_2(
         raise ValueError(f"eta must be positive, got {eta}")
     loops, result = sorted(loops), {"width": width, "loops": sorted(loops), "eta": eta, "seeds": seeds, "alphas": {}}
     for alpha in progress(alphas, "rules"):
-        rows = []
-        for count in loops:
-            of_seeds = []
-            for seed in range(seeds):
-                signs = gaussian(2 * seeds + seed, width, width).sign()
-                weight, h_0 = matrices(seed, width, width), gaussian(seeds + seed, width)
-                update = eta / width**0.5 * signs
-                of_seeds.append(one_update(weight, update, h_0, count, count**-alpha, eta))
-            rows.append(averaged(of_seeds))
-        result["alphas"][f"alpha={alpha:g}"] = {
-            "slope": {"theory": 1 - alpha if alpha >= 1 else None, **slopes(loops, [row["change"] for row in rows])},
-            **{key: [row[key] for row in rows] for key in rows[0]},
-        }
+
+        def one(count: int, seed: int, alpha=alpha) -> dict:
+            update = eta / width**0.5 * gaussian(2 * seeds + seed, width, width).sign()
+            weight, h_0 = matrices(seed, width, width), gaussian(seeds + seed, width)
+            return one_update(weight, update, h_0, count, count**-alpha, eta)
+
+        found = over_loops(loops, seeds, one)
+        slope = {"theory": 1 - alpha if alpha >= 1 else None, **slopes(loops, found["change"])}
+        result["alphas"][f"alpha={alpha:g}"] = {"slope": slope, **found}
     return result
 
 
