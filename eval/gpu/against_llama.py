@@ -23,7 +23,7 @@ def measurements(setting: Setting) -> Iterator[Measurement]:
 
 def shaped(setting: Setting, layers: int, num_loops: int, width: int, **more) -> Namespace:
     if setting.tiny:
-        layers, width, more = 1, 64, {**more, "batch_size": 1, "length": 32, "vocab": 256}
+        layers, width, more = 1, 64, {"batch_size": 1, "length": 32, "vocab": 256, **more}
     fields = {"vocab": 32768, "batch_size": 8, "length": 1024, "dtype": "float32", "device": setting.device, **more}
     return Namespace(layers=layers, num_loops=num_loops, width=width, ff=width * 8 // 3 // 64 * 64, **fields)
 

@@ -16,6 +16,6 @@ def measurements(setting: Setting) -> Iterator[Measurement]:
 def speedup(rows: int, setting: Setting) -> dict:
     if setting.device == "cpu":
         return {"said": ["a CPU has no CUDA graphs"]}
-    args = shaped(setting, 4, 8, 1024, dtype=setting.dtype)
-    vars(args).update(batch_sizes=[rows], prompt=64, new_tokens=64, repeats=3)
+    sizes = {"batch_sizes": [rows], "prompt": 64, "new_tokens": 64, "repeats": 3}
+    args = shaped(setting, 4, 8, 1024, dtype=setting.dtype, **sizes)
     return graphs(args)[f"rows_{rows}"]

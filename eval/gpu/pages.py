@@ -1,6 +1,7 @@
 """Requests that share passes: keys and values in pages with flex attention, against attention request by request."""
 
 from collections.abc import Iterator
+from functools import partial
 
 from looped_eval.benchmark.pages import pages
 
@@ -11,10 +12,5 @@ from .pieces import Measurement, Setting
 def measurements(setting: Setting) -> Iterator[Measurement]:
     for requests, prompt in ((2, 16),) if setting.tiny else ((8, 512), (32, 512), (8, 3072)):
         sizes = {"batch_size": requests, "prompt": prompt, "new_tokens": 6 if setting.tiny else 48, "repeats": 1}
-        yield Measurement(f"requests_{requests}_prompt_{prompt}", lambda sizes=sizes: pages(sized(setting, sizes)))
-
-
-def sized(setting: Setting, sizes: dict):
-    args = shaped(setting, 4, 8, 1024, dtype=setting.dtype)
-    vars(args).update(sizes)
-    return args
+        args = shaped(setting, 4, 8, 1024, dtype=setting.dtype, **sizes)
+        yield Measurement(f"requests_{requests}_prompt_{prompt}", partial(pages, args))

@@ -20,7 +20,7 @@ from .against_llama import shaped
 from .pieces import Measurement, Setting
 
 
-SHAPE = {"layers": 6, "num_loops": 4, "width": 1536, "loop_loss": "per_loop"}
+SHAPE = {"layers": 6, "num_loops": 4, "width": 1536}
 OPTIONS = {
     "compile": {"compile": True},
     "cuda_graphs": {"compile": "cuda_graphs"},
@@ -66,8 +66,8 @@ def step_with(options: dict, is_packed: bool, setting: Setting) -> tuple[float, 
     """Return the seconds and the peak memory of a step."""
     torch._dynamo.reset()
     gc.collect()  # frees the previous model
-    args = shaped(setting, **{name: value for name, value in SHAPE.items() if name != "loop_loss"})
-    model = build(args, looped_config(args, loop_loss=SHAPE["loop_loss"])).train()
+    args = shaped(setting, **SHAPE)
+    model = build(args, looped_config(args, loop_loss="per_loop")).train()
     training, batch = TrainingConfig(**options), tokens(args)
     check_device(training, setting.device)
     take_options(model, replace(training, compile=False) if setting.tiny else training, "bf16")
