@@ -29,27 +29,23 @@ import os
 from looped_recipes.common.command_line import Parser
 
 
-RENAMED = {"--loops": "--num-loops", "--batch": "--batch-size"}
+RENAMED = {"--loops": "--num-loops", "--batch": "--batch-size", "--batches": "--batch-sizes"}
 BENCHMARKS = ["train", "memory", "depths", "decode", "llama", "bandwidth", "exits", "speculation", "sharing"]
 BENCHMARKS += ["graphs", "cache", "serving", "long_prompt", "pages", "products", "harness", "_memory"]
 
 
-def add_arguments(parser, layers: int, loops: int, batch: int):
+def parse(arguments: list[str]) -> argparse.Namespace:
+    parser = Parser("eval.benchmark", __doc__, RENAMED)
+    parser.add_argument("which", choices=BENCHMARKS, metavar="NAME")
     parser.add_device()
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--ff", type=int, default=1536)
-    parser.add_argument("--layers", type=int, default=layers, help="unique layers")
-    parser.add_argument("--num-loops", type=int, default=loops)
+    parser.add_argument("--layers", type=int, default=4, help="unique layers")
+    parser.add_argument("--num-loops", type=int, default=4)
     parser.add_argument("--vocab", type=int, default=32768)
-    parser.add_argument("--batch-size", type=int, default=batch)
+    parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=5)
-
-
-def parse(arguments: list[str]) -> argparse.Namespace:
-    parser = Parser("eval.benchmark", __doc__, {**RENAMED, "--batches": "--batch-sizes"})
-    parser.add_argument("which", choices=BENCHMARKS, metavar="NAME")
-    add_arguments(parser, layers=4, loops=4, batch=4)
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--prompt", type=int, default=64)
     parser.add_argument("--new-tokens", type=int, default=32)
