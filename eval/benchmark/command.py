@@ -4,6 +4,7 @@ import gc
 import json
 import subprocess
 import sys
+from functools import partial
 
 import torch
 
@@ -98,28 +99,18 @@ def peak_bytes(on_gpu: bool) -> int:
 
 
 def depths(args) -> dict:
-    model = build(args, looped_config(args)).eval()
-    batch = tokens(args)
-    settings = {"use_cache": False}
+    model, batch = build(args, looped_config(args)).eval(), tokens(args)
 
     @torch.no_grad()
-    def one():
-        model(batch, **settings)
+    def one(**asked):  # returns nothing, so that logits do not stay in memory during the next pass
+        model(batch, use_cache=False, **asked)
 
-    @torch.no_grad()
-    def every():
-        model(batch, output_loop_logits=True, output_logits=False, **settings)
-
+    every = partial(one, output_loop_logits=True, output_logits=False)
     keep = torch.arange(args.length - args.continuation, args.length, device=args.device)
-
-    @torch.no_grad()
-    def every_at_continuation():
-        model(batch, output_loop_logits=True, output_logits=False, logits_to_keep=keep, **settings)
-
     layer = 4 * args.width**2 + 3 * args.width * args.ff + args.width * args.length  # attention over half of all pairs
     trunk, head = args.layers * args.num_loops * layer, args.vocab * args.width
     all_seconds, one_seconds = in_turns(every, one, args.repeats)
-    some_seconds, full_seconds = in_turns(every_at_continuation, one, args.repeats)
+    some_seconds, full_seconds = in_turns(partial(every, logits_to_keep=keep), one, args.repeats)
     ratio, predicted = all_seconds / one_seconds, (trunk + args.num_loops * head) / (trunk + head)
     return {
         "all_depths_over_one": ratio,
