@@ -9,6 +9,7 @@ import statistics
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
+from unittest.mock import patch
 
 import torch
 
@@ -170,11 +171,8 @@ def watched_loops(model, num_rows: int):
         return next_logits(engine, rows, depth)
 
     run_loop, next_logits = Tokens.run_loop, graph_decoding.next_logits
-    Tokens.run_loop, graph_decoding.next_logits = watched_loop, watched_token
-    try:
+    with patch.object(Tokens, "run_loop", watched_loop), patch.object(graph_decoding, "next_logits", watched_token):
         yield begun
-    finally:
-        Tokens.run_loop, graph_decoding.next_logits = run_loop, next_logits
 
 
 @contextmanager
@@ -189,11 +187,8 @@ def watched_checks():
             seconds.append(now() - start)
         return emitted
 
-    continuous.emit_exiting_rows = watched
-    try:
+    with patch.object(continuous, "emit_exiting_rows", watched):
         yield seconds
-    finally:
-        continuous.emit_exiting_rows = emit
 
 
 def cost(model, rule, loops: torch.Tensor) -> float:
@@ -274,11 +269,8 @@ def watched_passes():
         least[tokens] = min(least.get(tokens, seconds), seconds)
         add(self, tokens, seconds)
 
-    PassSeconds.add = watched
-    try:
+    with patch.object(PassSeconds, "add", watched):
         yield least
-    finally:
-        PassSeconds.add = add
 
 
 def tokens_of_file(tokenizer, args, rows: int, length: int) -> torch.Tensor:

@@ -6,10 +6,10 @@ Called by `looped benchmark serving`.
 import random
 import statistics
 import time
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import NamedTuple
+from unittest.mock import patch
 
 import torch
 
@@ -98,7 +98,7 @@ def serve(model, asked: list, arrivals: list[float], max_rows: int, how: dict) -
         SharedPasses(model, max_rows) as passes,
         ThreadPoolExecutor(len(asked)) as pool,
         timed_ticks(passes) as ticks,
-        calls_of("read_logits") as calls,
+        counted_readouts() as readouts,
     ):
         start = time.perf_counter()
 
@@ -122,31 +122,23 @@ def serve(model, asked: list, arrivals: list[float], max_rows: int, how: dict) -
     latencies = [latency for _, latency in results]
     speed, decoding = (len(loops) + len(asked)) / seconds, sum(tick.rows > 0 for tick in ticks)
     rows = passes.row_ticks / decoding
-    weights = decoding * count_in_a_loop(model.model) + calls["read_logits"] * model.lm_head.weight.numel()
+    weights = decoding * count_in_a_loop(model.model) + len(readouts) * model.lm_head.weight.numel()
     without_prompts = [tick for tick in ticks if not tick.has_prompts]
     loop_seconds = sum(tick.seconds for tick in without_prompts) / sum(tick.rows for tick in without_prompts)
-    return Served(speed, loop_seconds, latencies, loops, rows, len(loops) / calls["read_logits"], weights)
+    return Served(speed, loop_seconds, latencies, loops, rows, len(loops) / len(readouts), weights)
 
 
 @contextmanager
-def calls_of(*names: str):
-    """Count how often decoding calls each of these methods of `Tokens`."""
-    counts, methods = Counter(), {name: getattr(Tokens, name) for name in names}
+def counted_readouts():
+    """Yield a list with the number of rows of each readout of decoding."""
+    readouts, read_logits = [], Tokens.read_logits
 
-    def counted(name: str):
-        def call(*arguments):
-            counts[name] += 1
-            return methods[name](*arguments)
+    def counted(tokens, loops, state):
+        readouts.append(len(loops))
+        return read_logits(tokens, loops, state)
 
-        return call
-
-    for name in names:
-        setattr(Tokens, name, counted(name))
-    try:
-        yield counts
-    finally:
-        for name, method in methods.items():
-            setattr(Tokens, name, method)
+    with patch.object(Tokens, "read_logits", counted):
+        yield readouts
 
 
 class Ticked(NamedTuple):
@@ -164,8 +156,5 @@ def timed_ticks(passes: SharedPasses):
         tick()
         ticks.append(Ticked(now() - start, passes.row_ticks - before, has_prompts))
 
-    passes.tick = timed
-    try:
+    with patch.object(passes, "tick", timed):
         yield ticks
-    finally:
-        del passes.tick
