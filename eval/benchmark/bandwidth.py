@@ -13,7 +13,7 @@ from transformers import StoppingCriteria
 from looped_eval.common.timing import now
 from looped_recipes.common.flops import cache_numbers_per_token, sizes
 
-from .models import build, looped_config, tokens
+from .models import build, greedy, looped_config, tokens
 
 
 # on a GPU the first way records a token as a CUDA graph, and the second compiles it
@@ -94,6 +94,5 @@ class Clock(StoppingCriteria):
 def seconds_of_tokens(model, ids: torch.Tensor, number: int, way: dict) -> list[float]:
     """Return the seconds of each token but the first, which comes from the pass of the prompt."""
     clock = Clock()
-    settings = {"attention_mask": torch.ones_like(ids), "do_sample": False, "pad_token_id": 0}
-    model.generate(ids, max_new_tokens=number, stopping_criteria=[clock], **settings, **way)
+    model.generate(ids, max_new_tokens=number, stopping_criteria=[clock], **greedy(ids), **way)
     return [after - before for before, after in zip(clock.times, clock.times[1:])]

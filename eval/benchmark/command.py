@@ -19,7 +19,7 @@ from .graphs import graphs
 from .harness import harness
 from .kept_tokens import cache
 from .long_prompt import long_prompt
-from .models import build, looped_config, print_line, tokens, training_step, unrolled_llama
+from .models import build, greedy, looped_config, print_line, tokens, training_step, unrolled_llama
 from .options import parse
 from .pages import pages
 from .products import products
@@ -49,13 +49,7 @@ def train(args) -> dict:
 def llama(args) -> dict:
     prompt = tokens(args, length=args.prompt)
     looped, llama = build(args, looped_config(args)).eval(), unrolled_llama(args).eval()
-    settings = {
-        "max_new_tokens": args.new_tokens,
-        "min_new_tokens": args.new_tokens,
-        "do_sample": False,
-        "pad_token_id": 0,
-    }
-    settings["attention_mask"] = torch.ones_like(prompt)
+    settings = {"max_new_tokens": args.new_tokens, "min_new_tokens": args.new_tokens, **greedy(prompt)}
     ours, theirs = in_turns(
         lambda: looped.generate(prompt, **settings), lambda: llama.generate(prompt, **settings), args.repeats
     )

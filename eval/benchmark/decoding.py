@@ -25,7 +25,7 @@ from modeling_looped.proposals import PassSeconds
 from modeling_looped.row_graphs import can_have_graphs
 from modeling_looped.row_passes import Tokens
 
-from .models import build, looped_config, tokens
+from .models import build, greedy, looped_config, tokens
 from .wider import widened
 
 
@@ -74,7 +74,7 @@ def measure_exits(model, prompt, criterion: str, args) -> dict:
     The cost of checks without any exit is given twice: over the cost predicted from FLOPs, and without their time.
     """
     depth = model.config.num_loops
-    settings = {"attention_mask": torch.ones_like(prompt), "do_sample": False, "pad_token_id": 0}
+    settings = greedy(prompt)
 
     def decode(**how) -> Decoding:
         if "exit_criterion" in how:
@@ -233,8 +233,7 @@ def speculation(args) -> dict:
 
 def measure_drafts(model, ids: torch.Tensor, args) -> dict:
     """Measure each value of draft_loops, and the milliseconds of a pass by its number of tokens."""
-    settings = {"attention_mask": torch.ones_like(ids), "do_sample": False, "pad_token_id": 0}
-    settings |= {"max_new_tokens": args.new_tokens, "return_dict_in_generate": True}
+    settings = {**greedy(ids), "max_new_tokens": args.new_tokens, "return_dict_in_generate": True}
     drafts = {f"draft_loops_{loops}": loops if loops == "auto" else int(loops) for loops in args.draft_loops}
 
     def drafting(loops):

@@ -9,7 +9,7 @@ from looped_eval.common.timing import in_turns
 from modeling_looped.row_graphs import DEVICES, SWITCH
 
 from .decoding import exiting_model, passing_threshold
-from .models import tokens
+from .models import greedy, tokens
 
 
 def graphs(args) -> dict:
@@ -23,13 +23,12 @@ def graphs(args) -> dict:
 
 def of_rows(model, prompt: torch.Tensor, args) -> dict:
     exits = {"exit_criterion": "latent_diff", "exit_threshold": passing_threshold(model, prompt, "latent_diff")}
-    settings = {"attention_mask": torch.ones_like(prompt), "do_sample": False, "pad_token_id": 0}
-    result = {}
+    settings, result = {"max_new_tokens": args.new_tokens, **greedy(prompt)}, {}
     for name, how in {"plain": {}, "exits": exits}.items():
 
         def decode(value: str, how=how):
             with patch.dict(os.environ, {SWITCH: value}):
-                model.generate(prompt, max_new_tokens=args.new_tokens, **settings, **how)
+                model.generate(prompt, **settings, **how)
 
         with_graphs, without = in_turns(lambda: decode("1"), lambda: decode("0"), args.repeats)
         result[f"{name}_speedup"] = without / with_graphs

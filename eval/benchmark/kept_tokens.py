@@ -5,7 +5,7 @@ from itertools import product
 
 from looped_eval.common.timing import least_seconds
 
-from .models import build, looped_config, tokens
+from .models import build, greedy, looped_config, tokens
 
 
 def cache(args) -> dict:
@@ -14,7 +14,7 @@ def cache(args) -> dict:
     model, report = build(args, looped_config(args)).eval(), {}
     for rows in args.batch_sizes:
         prompt = tokens(args, batch=rows, length=args.length)
-        generate = partial(model.generate, prompt, attention_mask=prompt > 0, do_sample=False, pad_token_id=0)
+        generate = partial(model.generate, prompt, **greedy(prompt))
         calls = {
             (kept, count): partial(generate, cache_dtype=kept, max_new_tokens=count)
             for kept, count in product((None, "int8"), (1, 1 + args.new_tokens))

@@ -14,7 +14,7 @@ import torch
 
 from modeling_looped.shared_passes import SharedPasses
 
-from .models import build, looped_config, tokens
+from .models import build, greedy, looped_config, tokens
 
 
 TOKENS_BEFORE = 3  # of each row before the long prompt arrives, with the one from its prompt
@@ -76,14 +76,13 @@ def long_prompt(args) -> dict:
 
 def pauses(passes: SharedPasses, few: list[torch.Tensor], long: torch.Tensor) -> dict:
     """Measure the seconds between two tokens of a row, and until the first token after the long prompt."""
-    ends, settings = threading.Event(), {"do_sample": False, "pad_token_id": 0}
+    ends = threading.Event()
     times = [Times(ends) for _ in few]
 
     def decode(prompt: torch.Tensor, streamer: Times):
         try:
             most = passes.model.config.max_position_embeddings - prompt.shape[1]
-            mask = torch.ones_like(prompt)
-            passes.generate(prompt, attention_mask=mask, streamer=streamer, max_new_tokens=most, **settings)
+            passes.generate(prompt, streamer=streamer, max_new_tokens=most, **greedy(prompt))
         except Ends:
             pass
 
@@ -93,7 +92,7 @@ def pauses(passes: SharedPasses, few: list[torch.Tensor], long: torch.Tensor) ->
             for streamer in times:
                 streamer.has_begun.wait()
             begun = time.perf_counter()
-            passes.generate(long, attention_mask=torch.ones_like(long), max_new_tokens=1, **settings)
+            passes.generate(long, max_new_tokens=1, **greedy(long))
             done = time.perf_counter()
         finally:
             ends.set()

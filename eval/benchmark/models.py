@@ -35,6 +35,11 @@ def tokens(args, batch=None, length=None):
     return torch.randint(3, args.vocab, (batch or args.batch_size, length or args.length), device=args.device)
 
 
+def greedy(prompt: torch.Tensor) -> dict:
+    """Return the arguments of a greedy generation that goes on from a prompt without padding."""
+    return {"attention_mask": torch.ones_like(prompt), "do_sample": False, "pad_token_id": 0}
+
+
 def print_line(name: str, result: dict, args, digits: int):
     """Print a result as one JSON line."""
     print(

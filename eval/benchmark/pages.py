@@ -12,7 +12,7 @@ import torch
 from looped_eval.common.timing import now
 from modeling_looped.shared_passes import SharedPasses
 
-from .models import build, looped_config, tokens
+from .models import build, greedy, looped_config, tokens
 
 
 WAYS = {"sdpa": "apart", "flex_attention": "pages"}
@@ -58,12 +58,11 @@ def pages(args) -> dict:
 
 def decode(model, way: str, prompts: list[torch.Tensor], new_tokens: int) -> list[float]:
     model.set_attn_implementation(way)
-    settings = {"max_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 0}
     # never met, since no state is this close to the previous one; checks keep the passes of loops separate
     never = {"exit_criterion": "latent_diff", "exit_threshold": 0.0, "prompt_loops": 1}
 
     def generate(prompt: torch.Tensor):
-        passes.generate(prompt, attention_mask=torch.ones_like(prompt), **settings, **never)
+        passes.generate(prompt, max_new_tokens=new_tokens, **greedy(prompt), **never)
 
     with Timed(model, max_rows=len(prompts)) as passes, ThreadPoolExecutor(len(prompts)) as pool:
         list(pool.map(generate, prompts))

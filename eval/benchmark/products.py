@@ -10,7 +10,7 @@ from looped_eval.common.timing import in_turns, least_seconds
 from modeling_looped.cpu import fast_paths, multiply_weight_with_rows, multiply_with_ordered, order
 from modeling_looped.row_view import attend_to_all
 
-from .models import build, looped_config, tokens
+from .models import build, greedy, looped_config, tokens
 
 
 BYTES_OF_WEIGHTS, MOST_LAYERS = 2**25, 64
@@ -43,8 +43,8 @@ def loss_and_gradients(model, batch):
 
 def of_decoding(model, rows: int, args) -> float:
     ids = tokens(args, batch=rows, length=args.prompt)
-    settings = {"attention_mask": torch.ones_like(ids), "do_sample": False, "pad_token_id": 0}
-    return over_torch(lambda: model.eval().generate(ids, max_new_tokens=args.new_tokens, **settings), args)
+    settings = {"max_new_tokens": args.new_tokens, **greedy(ids)}
+    return over_torch(lambda: model.eval().generate(ids, **settings), args)
 
 
 def of_single_query(rows: int, args) -> float:

@@ -20,7 +20,7 @@ from modeling_looped.row_passes import Tokens
 from modeling_looped.shared_passes import SharedPasses
 
 from .decoding import cost_per_loop, exiting_model, passing_threshold
-from .models import tokens
+from .models import greedy, tokens
 from .over_http import asked_over_http, quantile
 
 
@@ -105,15 +105,8 @@ def serve(model, asked: list, arrivals: list[float], max_rows: int, how: dict) -
         def run(i: int):
             time.sleep(max(0.0, start + arrivals[i] - time.perf_counter()))
             prompt, new_tokens = asked[i]
-            result = passes.generate(
-                prompt,
-                attention_mask=torch.ones_like(prompt),
-                max_new_tokens=new_tokens,
-                do_sample=False,
-                pad_token_id=0,
-                return_dict_in_generate=True,
-                **how,
-            )
+            settings = {"max_new_tokens": new_tokens, "return_dict_in_generate": True, **greedy(prompt)}
+            result = passes.generate(prompt, **settings, **how)
             return result.token_loops[0, 1:].cpu(), time.perf_counter() - start - arrivals[i]
 
         results = list(pool.map(run, range(len(asked))))

@@ -3,10 +3,8 @@
 from collections.abc import Iterator
 from functools import partial
 
-import torch
-
 from looped_eval.benchmark.decoding import exiting_model, measure_exits, passing_threshold
-from looped_eval.benchmark.models import tokens
+from looped_eval.benchmark.models import greedy, tokens
 from looped_eval.common.timing import in_turns
 
 from .against_llama import shaped
@@ -43,10 +41,10 @@ def measure_late_reads(model, prompt, criterion: str, args) -> dict:
     """Return the time of a call that reads back one of CHECKS checks, over that of a call that reads back every check.
     The device is synchronized only at the start and the end of a call."""
     exits = {"exit_criterion": criterion, "exit_threshold": passing_threshold(model, prompt, criterion)}
-    how = {"max_new_tokens": args.new_tokens, "attention_mask": torch.ones_like(prompt), "do_sample": False, **exits}
+    how = {"max_new_tokens": args.new_tokens, **greedy(prompt), **exits}
 
     def decode(checks: int):
-        return model.generate(prompt, pad_token_id=0, exit_read_interval=checks, **how)
+        return model.generate(prompt, exit_read_interval=checks, **how)
 
     late, each = in_turns(lambda: decode(CHECKS), lambda: decode(1), args.repeats)
     return {"checks_for_a_read": CHECKS, "time_over_reading_each": late / each}
