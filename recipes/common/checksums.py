@@ -6,7 +6,7 @@ memory; otherwise the time to read it from the disk.
 
 import json
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import xxhash
@@ -17,6 +17,7 @@ from .files import write_whole
 LIST = "checksums.json"  # in the same folder as the files
 SEAL = "checksum"  # key, in a JSON object, of the object's checksum
 SETTINGS = ("config.json", "generation_config.json", "tokenizer_config.json")  # files of a saved model that users edit
+UNCHECKED = (".py", ".md")  # code and the model card: listed, but a model is also taken with others
 BLOCK = 2**20
 
 
@@ -77,10 +78,9 @@ def seal_of(content: dict) -> str:
 
 
 def write_checksums(folder: str | Path, names: Iterable[str] | None = None):
-    """Write the list of checksums of these files, by default all of a saved model or tokenizer: weights, vocabulary
-    and settings, not code or the model card."""
+    """Write the list of checksums of these files, by default all in the folder."""
     if names is None:
-        names = sorted(path.name for path in Path(folder).iterdir() if path.suffix not in (".py", ".md"))
+        names = sorted(path.name for path in Path(folder).iterdir())
     files = {name: checksum(Path(folder) / name) for name in names if name != LIST and (Path(folder) / name).is_file()}
     sizes = {name: (Path(folder) / name).stat().st_size for name in files}
     write_whole(Path(folder) / LIST, sealed({"files": sizes, "checksums": files}))
@@ -108,8 +108,34 @@ def change_of(path: Path) -> str | None:
     return difference(path, *files[0]) if files else None
 
 
+def changes_of(folder: Path) -> Iterator[tuple[str, str]]:
+    """Yield the name of each listed file that differs from what was saved, and a description. Raise Damaged if the
+    list is damaged."""
+    try:
+        listed = read_sealed(folder / LIST)
+        files = [(name, size, listed["checksums"][name]) for name, size in listed["files"].items()]
+    except (ValueError, KeyError, OSError, AttributeError) as error:
+        raise Damaged(f"{folder / LIST} is damaged ({error})") from error
+    for name, size, expected in files:
+        changed = difference(folder / name, size, expected)
+        if changed is not None:
+            yield name, changed
+
+
+def change_of_folder(folder: Path) -> str | None:
+    """Describe how a folder differs from what was saved there, also in what was added; None if it does not."""
+    if not (folder / LIST).is_file():
+        return f"it has no {LIST}"
+    try:
+        added = {path.name for path in folder.iterdir()} - read_sealed(folder / LIST)["files"].keys() - {LIST}
+        return f"{min(added)} was added" if added else next((changed for _, changed in changes_of(folder)), None)
+    except (ValueError, KeyError, OSError, AttributeError) as error:
+        return f"{LIST} is damaged ({error})"
+
+
 def check_folder(folder: str | Path):
-    """Raise an error if a file differs from what was saved; for settings, which users edit, only log a warning.
+    """Raise an error if a file differs from what was saved. For settings, which users edit, only log a warning; code
+    and the model card are not checked.
 
     A folder without a list is not checked. transformers does not read the list, so `from_pretrained` alone does not
     notice damage that leaves a file readable.
@@ -119,13 +145,11 @@ def check_folder(folder: str | Path):
         return
     advice = f"if you changed it on purpose, remove {folder / LIST}, else save or copy that folder again"
     try:
-        listed = read_sealed(folder / LIST)
-        files = [(name, size, listed["checksums"][name]) for name, size in listed["files"].items()]
-    except (ValueError, KeyError, OSError, AttributeError) as error:
-        raise Damaged(f"{folder / LIST} is damaged ({error}): {advice}") from error
-    for name, size, expected in files:
-        changed = difference(folder / name, size, expected)
-        if changed is not None and name in SETTINGS and (folder / name).is_file():
+        changes = [(name, changed) for name, changed in changes_of(folder) if Path(name).suffix not in UNCHECKED]
+    except Damaged as error:
+        raise Damaged(f"{error}: {advice}") from error
+    for name, changed in changes:
+        if name in SETTINGS and (folder / name).is_file():
             logging.getLogger(__name__).warning("%s: %s; %s", folder, changed, advice)
-        elif changed is not None:
+        else:
             raise Damaged(f"{folder}: {changed}: {advice}")

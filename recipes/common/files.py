@@ -1,6 +1,7 @@
 """Write files completely or not at all, even if the writing is interrupted."""
 
 import contextlib
+import json
 import os
 import re
 import shutil
@@ -45,9 +46,13 @@ def nearest_existing(path: Path) -> Path:
 
 
 def is_foreign(folder: Path) -> bool:
-    """Return whether the path exists and is neither an empty folder nor a saved model."""
-    is_there = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
-    return is_there and not (folder / "config.json").exists()
+    """Return whether the path exists and is neither an empty folder nor a saved model of this package."""
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return False
+    try:
+        return json.loads((folder / "config.json").read_text())["model_type"] != "looped"
+    except (OSError, ValueError, KeyError, TypeError):
+        return True
 
 
 def check_writable(folder: Path):

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import AutoTokenizer, GenerationConfig
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from looped_recipes.common.checksums import LIST, read_sealed, renew_checksum, write_checksums
+from looped_recipes.common.checksums import LIST, change_of_folder, read_sealed, renew_checksum, write_checksums
 from looped_recipes.common.files import is_foreign, remove, save_tokenizer, sync, sync_all
 from looped_recipes.data.shards import prepare
 from looped_recipes.settings.model_file import write_code
@@ -42,6 +42,11 @@ def export_model(path: str | Path, model: nn.Module, tokenizer=None, *, readme: 
 
 def export_checkpoint(run: Path, checkpoint: Path, path: Path) -> Path:
     """Export the model of a complete checkpoint of `run`, on any machine: nothing that a launch needs is required."""
+    refuse_foreign(path)
+    if (changed := change_of_export(path)) is not None:
+        raise CheckpointError(
+            f"{path} is not as it was exported ({changed}): it is not overwritten, choose another folder"
+        )
     recipe, marker = recipe_of_run(run), read_marker(checkpoint)
     trained, now = marker["config"].get(CODE), checksum_of_code(recipe)
     if trained != now:
@@ -67,8 +72,7 @@ def write_export(path: Path, model: nn.Module, state: dict, tokenizer, readme):
     bad = first_nonfinite(state.items())
     if bad is not None:
         raise Divergence(f"the weight {bad} is not finite: {path} is not written, and what was there before is kept")
-    if is_foreign(path):
-        raise CheckpointError(f"{path} exists and is not a saved model: it is not overwritten, choose another folder")
+    refuse_foreign(path)
     # a new model, because FSDP changes the class of a sharded model
     model_class = next(part for part in type(model).__mro__ if not issubclass(part, FSDPModule))
     config = copy.deepcopy(model.config)
@@ -100,6 +104,18 @@ def write_export(path: Path, model: nn.Module, state: dict, tokenizer, readme):
     sync(path.parent)
     with contextlib.suppress(OSError):  # in that case the next export removes it
         remove(replaced)
+
+
+def refuse_foreign(path: Path):
+    if is_foreign(path):
+        raise CheckpointError(
+            f"{path} exists and is not a saved model of this package: it is not overwritten, choose another folder"
+        )
+
+
+def change_of_export(path: Path) -> str | None:
+    """Describe how a saved model differs from what was exported; None if it does not, or nothing is there."""
+    return change_of_folder(path) if path.is_dir() and any(path.iterdir()) else None
 
 
 def weights_of(folder: Path) -> dict[str, str] | None:

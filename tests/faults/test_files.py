@@ -191,6 +191,36 @@ def test_a_changed_checkpoint_is_not_exported(runs):
     assert not (place / "run" / "step-00000003").exists()
 
 
+def test_an_export_overwrites_nothing_but_an_export(runs, tmp_path):
+    run, out = str(runs.whole / "run"), tmp_path / "out"
+    (tmp_path / "proj" / "src").mkdir(parents=True)
+    (tmp_path / "proj" / "src" / "thesis.txt").write_text("the only copy")
+    for config in ('{"port": 80}', '["looped"]', '{"model_type": "llama"}', "{"):
+        (tmp_path / "proj" / "config.json").write_text(config)
+        with pytest.raises(CheckpointError, match="proj exists and is not a saved model of this package"):
+            export.main([run, str(tmp_path / "proj")])
+        assert (tmp_path / "proj" / "config.json").read_text() == config
+    assert (tmp_path / "proj" / "src" / "thesis.txt").read_text() == "the only copy"
+    for change, reason in (
+        (lambda: (out / "notes").mkdir(), "notes was added"),
+        (lambda: (out / "chat_template.jinja").write_text("mine"), "chat_template.jinja was added"),
+        (lambda: (out / "config.json").write_text('{"model_type": "looped"}'), "config.json has 24 bytes"),
+        (lambda: (out / "README.md").write_text("mine"), "README.md has 4 bytes"),
+        (lambda: (out / "cache.py").unlink(), "cache.py is missing"),
+        (lambda: flip(out / "model.safetensors"), "model.safetensors has the checksum"),
+        (lambda: (out / "checksums.json").unlink(), "it has no checksums.json"),
+        (lambda: (out / "checksums.json").write_text("["), "checksums.json is damaged"),
+    ):
+        shutil.rmtree(out, ignore_errors=True)
+        export.main([run, str(out)])
+        export.main([run, str(out)])
+        change()
+        before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+        with pytest.raises(CheckpointError, match=f"out is not as it was exported .{reason}"):
+            export.main([run, str(out)])
+        assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
+
+
 def test_a_bad_line_of_metrics_costs_that_line(runs, tmp_path, capsys):
     lines = (runs.whole / "run" / "metrics.jsonl").read_bytes().splitlines()
     for bad in (b"{", b"\xff\xfe", b"7", b'{"loss": 1.0}', b"null"):
