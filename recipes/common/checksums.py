@@ -133,6 +133,11 @@ def change_of_folder(folder: Path) -> str | None:
         return f"{LIST} is damaged ({error})"
 
 
+def is_edit(folder: Path, name: str) -> bool:
+    """Return whether a changed file of a folder is there and one that users edit."""
+    return (folder / name).is_file() and (name in SETTINGS or Path(name).suffix in UNCHECKED)
+
+
 def check_folder(folder: str | Path):
     """Raise an error if a file differs from what was saved. For settings, which users edit, only log a warning; code
     and the model card are not checked.
@@ -149,7 +154,7 @@ def check_folder(folder: str | Path):
     except Damaged as error:
         raise Damaged(f"{error}: {advice}") from error
     for name, changed in changes:
-        if name in SETTINGS and (folder / name).is_file():
+        if is_edit(folder, name):
             logging.getLogger(__name__).warning("%s: %s; %s", folder, changed, advice)
         else:
             raise Damaged(f"{folder}: {changed}: {advice}")

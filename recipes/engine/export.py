@@ -4,6 +4,7 @@ import contextlib
 import copy
 import os
 import shutil
+from itertools import count
 from pathlib import Path
 
 import torch
@@ -13,7 +14,15 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import AutoTokenizer, GenerationConfig
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from looped_recipes.common.checksums import LIST, change_of_folder, read_sealed, renew_checksum, write_checksums
+from looped_recipes.common.checksums import (
+    LIST,
+    change_of_folder,
+    changes_of,
+    is_edit,
+    read_sealed,
+    renew_checksum,
+    write_checksums,
+)
 from looped_recipes.common.files import is_foreign, remove, save_tokenizer, sync, sync_all
 from looped_recipes.data.shards import prepare
 from looped_recipes.settings.model_file import write_code
@@ -93,7 +102,15 @@ def write_export(path: Path, model: nn.Module, state: dict, tokenizer, readme):
     if readme is not None:
         (temporary / "README.md").write_text(readme)
     write_checksums(temporary)
-    if weights_of(path) == weights_of(temporary) and (path / GENERATION_CONFIG_NAME).is_file():
+    if holds_model(path, temporary):
+        renew_checksum(path, GENERATION_CONFIG_NAME)  # it may have been given exits
+        remove(temporary)
+        return
+    changed = change_of_export(path)
+    if changed is not None:
+        replaced = next(name for n in count(1) if not (name := path.with_name(f"{path.name}.changed-{n}")).exists())
+        print(f"{path} is not as it was exported ({changed}): it is kept as {replaced}, and exported again")
+    if stored(path, ".safetensors") == stored(temporary, ".safetensors") and (path / GENERATION_CONFIG_NAME).is_file():
         # it may contain exit settings that `looped halting --write` found for the same weights
         shutil.copyfile(path / GENERATION_CONFIG_NAME, temporary / GENERATION_CONFIG_NAME)
         renew_checksum(temporary, GENERATION_CONFIG_NAME)
@@ -102,8 +119,9 @@ def write_export(path: Path, model: nn.Module, state: dict, tokenizer, readme):
         os.rename(path, replaced)
     os.rename(temporary, path)
     sync(path.parent)
-    with contextlib.suppress(OSError):  # in that case the next export removes it
-        remove(replaced)
+    if changed is None:
+        with contextlib.suppress(OSError):  # in that case the next export removes it
+            remove(replaced)
 
 
 def refuse_foreign(path: Path):
@@ -118,10 +136,21 @@ def change_of_export(path: Path) -> str | None:
     return change_of_folder(path) if path.is_dir() and any(path.iterdir()) else None
 
 
-def weights_of(folder: Path) -> dict[str, str] | None:
-    """Return the stored checksums of a saved model's weights; None if there are none."""
+def holds_model(path: Path, other: Path) -> bool:
+    """Return whether the export at `path` was that of the same model as `other` and is whole, apart from what its
+    user has edited or added."""
+    model = stored(path, ".safetensors", "/config.json")
+    return (
+        model is not None
+        and model == stored(other, ".safetensors", "/config.json")
+        and all(is_edit(path, name) for name, _ in changes_of(path))
+    )
+
+
+def stored(folder: Path, *endings: str) -> dict[str, str] | None:
+    """Return the stored checksums of a saved model's files with these endings; None if there are none."""
     try:
         checksums = read_sealed(folder / LIST)["checksums"]
-        return {name: checksum for name, checksum in checksums.items() if name.endswith(".safetensors")} or None
+        return {name: checksum for name, checksum in checksums.items() if f"/{name}".endswith(endings)} or None
     except (OSError, ValueError, KeyError):
         return None

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
 
 from looped_eval.common.model_folder import model_folder
 from looped_recipes import export
@@ -34,6 +35,7 @@ from looped_recipes.engine.saving import CheckpointError
 from looped_recipes.engine.sweep_runs import Run
 from looped_recipes.engine.sweeps import DIVERGED, outcome, train
 from looped_recipes.settings.recipe import DataConfig, RecipeError, load_recipe
+from modeling_looped import LoopedForCausalLM
 from tests.faults.tiny_run import metrics_of
 from tests.helpers import tiny_model, tiny_tokenizer, wait_until
 from tests.helpers_processes import is_running, run_and_kill
@@ -219,6 +221,46 @@ def test_an_export_overwrites_nothing_but_an_export(runs, tmp_path):
         with pytest.raises(CheckpointError, match=f"out is not as it was exported .{reason}"):
             export.main([run, str(out)])
         assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
+
+
+def test_a_finished_run_that_is_launched_again_leaves_what_its_user_edited(runs):
+    place = runs.copy(runs.whole, "edited")
+    final = place / "run" / "final"
+    config = json.loads((final / "config.json").read_text())
+    (final / "config.json").write_text(json.dumps({**config, "num_loops": 7}))
+    (final / "README.md").write_text("mine")
+    (final / "chat_template.jinja").write_text("mine")
+    (final / "notes").mkdir()
+    (final / "notes" / "thesis.txt").write_text("the only copy")
+    before = {path: path.read_bytes() for path in (place / "run").rglob("final/**/*") if path.is_file()}
+    runs.train(place)
+    assert {path: path.read_bytes() for path in (place / "run").rglob("final*/**/*") if path.is_file()} == before
+
+
+def test_a_model_that_was_changed_is_kept_when_the_run_writes_its_own(runs):
+    """Its weights, as by training it further; any file, where the run itself has been trained further."""
+    place = runs.copy(runs.whole, "tuned")
+    run, final = place / "run", place / "run" / "final"
+    tuned = LoopedForCausalLM.from_pretrained(final)
+    with torch.no_grad():
+        tuned.lm_head.weight += 1
+    tuned.save_pretrained(final)
+    (final / "notes.txt").write_text("mine")
+    before = {path.name: path.read_bytes() for path in final.iterdir()}
+    said = runs.train(place)
+    assert f"{final} is not as it was exported (notes.txt was added): it is kept as {final}.changed-1" in said
+    assert {path.name: path.read_bytes() for path in (run / "final.changed-1").iterdir()} == before
+    assert runs.why_other(place) is None
+    runs.train(place)
+    assert [path.name for path in sorted(run.glob("final*"))] == ["final", "final.changed-1"]
+    runs.train(place, "training.steps=7")
+    assert [path.name for path in sorted(run.glob("final*"))] == ["final", "final.changed-1"]
+    (final / "README.md").write_text("my card")
+    assert "README.md has 7 bytes" in runs.train(place, "training.steps=8")
+    assert (run / "final.changed-2" / "README.md").read_text() == "my card"
+    assert "step" in (final / "README.md").read_text()
+    last, before = (load_file(run / name / "model.safetensors") for name in ("final", "final.changed-2"))
+    assert not torch.equal(last["lm_head.weight"], before["lm_head.weight"])
 
 
 def test_a_bad_line_of_metrics_costs_that_line(runs, tmp_path, capsys):
