@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from looped_recipes.common.checksums import change_of, check_folder
+from looped_recipes.common.checksums import change_of, check_folder, renew_checksum
 from looped_recipes.engine.checkpoint import (
     check_space,
     latest_checkpoint,
@@ -511,6 +511,30 @@ def test_an_export_of_the_same_weights_keeps_the_exits_that_were_found_for_them(
         model.lm_head.weight += 1
     export_model(path, model)
     assert not hasattr(LoopedForCausalLM.from_pretrained(path).generation_config, "exit_threshold")
+
+
+def test_exits_outlive_an_export_that_is_killed_between_its_renames(tmp_path, monkeypatch):
+    model, rename = tiny_model(), os.rename
+    path = export_model(tmp_path / "final", model)
+    saved = LoopedForCausalLM.from_pretrained(path).generation_config
+    saved.exit_criterion, saved.exit_threshold = "kl", 0.25
+    saved.save_pretrained(path)
+    renew_checksum(path, "generation_config.json")
+    model.config.bos_token_id = 7
+
+    def killed(source, target):
+        if target == path:
+            raise KeyboardInterrupt
+        rename(source, target)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(os, "rename", killed)
+        export_model(path, model)
+    assert folders(tmp_path) == [".final.replaced", ".final.saving"]
+    export_model(path, model)
+    assert folders(tmp_path) == ["final"]
+    assert LoopedForCausalLM.from_pretrained(path).config.bos_token_id == 7
+    assert LoopedForCausalLM.from_pretrained(path).generation_config.exit_threshold == 0.25
 
 
 # Several processes

@@ -93,6 +93,8 @@ def write_export(path: Path, model: nn.Module, state: dict, tokenizer, readme):
     whole.generation_config = model.generation_config
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary, replaced = (path.parent / f".{path.name}.{suffix}" for suffix in ("saving", "replaced"))
+    if replaced.exists() and not path.exists():  # killed between the two renames
+        os.rename(replaced, path)
     for leftover in (temporary, replaced):
         remove(leftover)
     whole.save_pretrained(temporary)
