@@ -65,10 +65,11 @@ def check_writable(folder: Path):
         )
 
 
-def save_tokenizer(tokenizer, folder: Path):
-    """Save a tokenizer. An error of the disk, which the Rust library raises as a plain Exception, becomes OSError."""
+def save_pretrained(saved, folder: Path):
+    """Save a model or a tokenizer. An error of the disk becomes OSError: the Rust libraries of safetensors and of
+    tokenizers raise errors of their own, or a plain Exception."""
     try:
-        tokenizer.save_pretrained(folder)
+        saved.save_pretrained(folder)
     except Exception as error:
         number = re.search(r"\(os error (\d+)\)", str(error))
         if number is None:

@@ -19,7 +19,7 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from looped_recipes.common.checksums import Damaged, check_folder, read_sealed, write_checksums
-from looped_recipes.common.files import remove_leftovers, save_tokenizer, sync, sync_all
+from looped_recipes.common.files import remove_leftovers, save_pretrained, sync, sync_all
 from looped_recipes.common.folder_lock import exclusive
 from looped_recipes.common.provenance import provenance
 from looped_recipes.settings.paths import expanded
@@ -242,7 +242,7 @@ def _tokenizer(folder: Path, data: DataConfig, training_texts: Iterable[str]) ->
         tokenizer = make_tokenizer(data, training_texts)
         temporary = path.with_suffix(".tmp")
         try:
-            save_tokenizer(tokenizer, temporary)
+            save_pretrained(tokenizer, temporary)
         except Exception:
             shutil.rmtree(temporary, ignore_errors=True)
             raise

@@ -36,7 +36,7 @@ from looped_recipes.common.files import (
     nearest_existing,
     remove,
     remove_leftovers,
-    save_tokenizer,
+    save_pretrained,
     sync,
     sync_all,
     write_whole,
@@ -112,7 +112,7 @@ def save_checkpoint(
         if logged is not None:
             write_whole(temporary / METRICS, logged)
         if tokenizer is not None:
-            save_tokenizer(tokenizer, temporary / TOKENIZER)
+            save_pretrained(tokenizer, temporary / TOKENIZER)
             sync_all(temporary / TOKENIZER)
         write_marker(temporary, marker, checksums)
         os.rename(temporary, path)

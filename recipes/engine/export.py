@@ -23,7 +23,7 @@ from looped_recipes.common.checksums import (
     renew_checksum,
     write_checksums,
 )
-from looped_recipes.common.files import is_foreign, remove, save_tokenizer, sync, sync_all
+from looped_recipes.common.files import is_foreign, remove, save_pretrained, sync, sync_all
 from looped_recipes.data.shards import prepare
 from looped_recipes.settings.model_file import write_code
 from looped_recipes.settings.recipe import recipe_of_run
@@ -73,7 +73,8 @@ def export_checkpoint(run: Path, checkpoint: Path, path: Path) -> Path:
         tokenizer = prepare(recipe.data).tokenizer
         tokenizer.model_max_length = model.config.max_position_embeddings
     card = model_card(recipe, model.config, run / "metrics.jsonl", path, marker["step"])
-    write_export(path, model, load_weights(checkpoint), tokenizer, card)
+    state = load_weights(checkpoint)
+    on_main_process(lambda: write_export(path, model, state, tokenizer, card), path)
     return path
 
 
@@ -82,28 +83,18 @@ def write_export(path: Path, model: nn.Module, state: dict, tokenizer, readme):
     if bad is not None:
         raise Divergence(f"the weight {bad} is not finite: {path} is not written, and what was there before is kept")
     refuse_foreign(path)
-    # a new model, because FSDP changes the class of a sharded model
-    model_class = next(part for part in type(model).__mro__ if not issubclass(part, FSDPModule))
-    config = copy.deepcopy(model.config)
-    config.trained_num_loops = model.trained_depth
-    with torch.device("meta"):
-        whole = model_class(config)
-    whole.load_state_dict(state, assign=True)
-    whole.tie_weights()
-    whole.generation_config = model.generation_config
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary, replaced = (path.parent / f".{path.name}.{suffix}" for suffix in ("saving", "replaced"))
     if replaced.exists() and not path.exists():  # killed between the two renames
         os.rename(replaced, path)
     for leftover in (temporary, replaced):
         remove(leftover)
-    whole.save_pretrained(temporary)
-    write_code(whole, temporary)
-    if tokenizer is not None:
-        save_tokenizer(tokenizer, temporary)
-    if readme is not None:
-        (temporary / "README.md").write_text(readme)
-    write_checksums(temporary)
+    try:
+        write_folder(temporary, model, state, tokenizer, readme)
+    except Exception:
+        with contextlib.suppress(OSError):
+            remove(temporary)
+        raise
     if holds_model(path, temporary):
         renew_checksum(path, GENERATION_CONFIG_NAME)  # it may have been given exits
         remove(temporary)
@@ -124,6 +115,25 @@ def write_export(path: Path, model: nn.Module, state: dict, tokenizer, readme):
     if changed is None:
         with contextlib.suppress(OSError):  # in that case the next export removes it
             remove(replaced)
+
+
+def write_folder(folder: Path, model: nn.Module, state: dict, tokenizer, readme):
+    # a new model, because FSDP changes the class of a sharded model
+    model_class = next(part for part in type(model).__mro__ if not issubclass(part, FSDPModule))
+    config = copy.deepcopy(model.config)
+    config.trained_num_loops = model.trained_depth
+    with torch.device("meta"):
+        whole = model_class(config)
+    whole.load_state_dict(state, assign=True)
+    whole.tie_weights()
+    whole.generation_config = model.generation_config
+    save_pretrained(whole, folder)
+    write_code(whole, folder)
+    if tokenizer is not None:
+        save_pretrained(tokenizer, folder)
+    if readme is not None:
+        (folder / "README.md").write_text(readme)
+    write_checksums(folder)
 
 
 def refuse_foreign(path: Path):

@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
 from safetensors.torch import load_file
+from transformers import PreTrainedModel
 
 from looped_eval.common.model_folder import model_folder
 from looped_recipes import export
@@ -221,6 +223,27 @@ def test_an_export_overwrites_nothing_but_an_export(runs, tmp_path):
         with pytest.raises(CheckpointError, match=f"out is not as it was exported .{reason}"):
             export.main([run, str(out)])
         assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
+
+
+def test_a_full_disk_is_told_alike_by_an_export_and_a_run(runs, monkeypatch):
+    """safetensors raises an error of its own, whose base is Exception."""
+    place = runs.copy(runs.half, "full")
+
+    def full(self, folder, **_):
+        folder.mkdir()
+        (folder / "model.safetensors").write_bytes(b"a part")
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PreTrainedModel, "save_pretrained", full)
+        for work in (lambda: export.main([str(place / "run")]), lambda: runs.train(place)):
+            with pytest.raises(
+                CheckpointError, match="could not write to .*: there is no space left on the disk. The"
+            ):
+                work()
+    assert not [path.name for path in (place / "run").iterdir() if path.name.startswith((".final", ".step", "step-"))]
+    runs.train(place)
+    assert runs.why_other(place) is None
 
 
 def test_a_finished_run_that_is_launched_again_leaves_what_its_user_edited(runs):
