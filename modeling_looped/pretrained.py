@@ -1,6 +1,8 @@
 """What all models of the family share: what they support, loading, saving, initial weights, resizing."""
 
 import copy
+from inspect import signature
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -54,11 +56,17 @@ class LoopedPreTrainedModel(StrictLoadingMixin, PreTrainedModel):
 
     def save_pretrained(self, *args, **kwargs):
         warn_of_changes(self.config, self.built_with)
-        given, self.config.trained_num_loops = self.config.trained_num_loops, self.trained_depth
+        before, self.config.trained_num_loops = self.config.trained_num_loops, self.trained_depth
         try:
-            return super().save_pretrained(*args, **kwargs)
+            super().save_pretrained(*args, **kwargs)
         finally:
-            self.config.trained_num_loops = given
+            self.config.trained_num_loops = before
+        call = signature(PreTrainedModel.save_pretrained).bind(self, *args, **kwargs)
+        call.apply_defaults()
+        given = call.arguments
+        has_other_files = getattr(self, "_hf_peft_config_loaded", False) or given["distributed_checkpoint"]
+        if self.should_save_on_this_rank(given["is_main_process"]) and not has_other_files:
+            remove_older_weights(Path(given["save_directory"]), given["variant"])
 
     def _init_weights(self, module):
         if not init_module(module, self.config):
@@ -78,3 +86,13 @@ class LoopedPreTrainedModel(StrictLoadingMixin, PreTrainedModel):
                 table.weight[before:] = at_least_fp32(table.weight[:before]).mean(0).to(table.weight.dtype)
             table.requires_grad_(is_trained)
         return embeddings
+
+
+def remove_older_weights(folder: Path, variant: str | None):
+    """Remove the file of weights that an earlier save left beside these shards, or the index beside this file.
+    transformers removes older shards alone, and would open the file, whichever is newer."""
+    of_variant = f".{variant}" if variant else ""
+    is_sharded = any(folder.glob(f"model{of_variant}-?????-of-?????.safetensors"))
+    older = f"model{of_variant}.safetensors" if is_sharded else f"model.safetensors.index{of_variant}.json"
+    if folder.is_dir():
+        (folder / older).unlink(missing_ok=True)

@@ -96,6 +96,35 @@ def test_shards(tied, tmp_path):
         LoopedForCausalLM.from_pretrained(tmp_path)
 
 
+@pytest.mark.parametrize("variant", [None, "fp16"])
+@pytest.mark.parametrize("sizes", [("5GB", "20KB"), ("20KB", "5GB"), ("20KB", "40KB")], ids="-".join)
+def test_a_save_into_the_folder_of_an_older_one_is_what_opens(sizes, variant, tmp_path):
+    """The same files are there as in a new folder."""
+    older, model = tiny_model(**SECTIONS), tiny_model(**SECTIONS)
+    with torch.no_grad():
+        model.lm_head.weight += 1
+    older.save_pretrained(tmp_path / "reused", variant=variant, max_shard_size=sizes[0])
+    for folder in ("reused", "new"):
+        model.save_pretrained(tmp_path / folder, variant=variant, max_shard_size=sizes[1])
+    reused, new = ({path.name for path in (tmp_path / folder).iterdir()} for folder in ("reused", "new"))
+    assert reused == new
+    assert_equal_weights(LoopedForCausalLM.from_pretrained(tmp_path / "reused", variant=variant), model)
+
+
+def test_a_save_that_writes_no_weights_of_this_name_leaves_those_that_are_there(tmp_path, monkeypatch):
+    peft = pytest.importorskip("peft")
+    monkeypatch.setattr("transformers.integrations.peft.check_peft_version", lambda **_: None)
+    model = tiny_model(**SECTIONS)
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    model.save_pretrained(tmp_path, variant="one")
+    before = {path.name for path in tmp_path.iterdir()}
+    model.save_pretrained(tmp_path, is_main_process=False)
+    model.add_adapter(peft.LoraConfig(target_modules=["q_proj"]))
+    model.save_pretrained(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} - before == {"adapter_config.json", "adapter_model.safetensors"}
+    assert before <= {path.name for path in tmp_path.iterdir()}
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_tied_weights_are_saved_once_and_stay_tied(tied, tmp_path):
     model = tiny_model(tie_word_embeddings=tied)
