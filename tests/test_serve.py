@@ -288,7 +288,7 @@ def test_a_client_that_hangs_up(served, stream):
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-def test_an_answer_that_a_stopping_server_cuts_off(stream):
+def test_an_answer_that_a_stopping_server_cuts_off(stream, capsys):
     body = {"model": "tiny", "prompt": "a b", "max_tokens": 60, "num_loops": 1000, "stream": stream}
     body["generation_config"] = '{"eos_token_id": null}'
 
@@ -304,6 +304,7 @@ def test_an_answer_that_a_stopping_server_cuts_off(stream):
             wait_until(lambda: passes.ticks > 1500)  # of its prompt, and of a token
         status, said = asked.result()
     assert status == (200 if stream else 503)  # a stream had begun
+    assert "Traceback" not in capsys.readouterr().err
     assert json.loads(said)["error"] == {
         "message": "the server is stopping and has cut this answer off: ask again",
         "type": "server_error",

@@ -19,7 +19,7 @@ from looped_recipes.common.errors import CommandError
 from modeling_looped.shared_passes import SharedPasses
 
 from .handlers import Chat, Completions, OneModel, SharedState
-from .http import LimitedSize, answer, error_response
+from .http import EndsCancelled, LimitedSize, answer, error_response
 from .options import parse
 from .shared_generation import SharedGenerateManager
 
@@ -34,6 +34,7 @@ def build_app(name: str, model, tokenizer, passes: SharedPasses, max_loops: int 
     app.add_middleware(
         LimitedSize, most_bytes=max(LEAST_BYTES, BYTES_PER_TOKEN * model.config.max_position_embeddings)
     )
+    app.add_middleware(EndsCancelled)
     manager = SharedGenerateManager(passes, 4 * model.config.num_loops if max_loops is None else max_loops)
     one, state = OneModel(name, model, tokenizer), SharedState(manager)
     chat, completions = Chat(one, state), Completions(one, state)

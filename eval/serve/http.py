@@ -59,6 +59,28 @@ class LimitedSize:
         return await self.app(scope, receive, send)
 
 
+class EndsCancelled:
+    """Keeps an answer that was cut off, and said so, from ending in a traceback: starlette raises the cancellation
+    again when the last part of a stream has been sent."""
+
+    def __init__(self, app):
+        self.app = app
+
+    async def __call__(self, scope, receive, send):
+        has_ended = False
+
+        async def send_and_note(message):
+            nonlocal has_ended
+            await send(message)
+            has_ended |= message["type"] == "http.response.body" and not message.get("more_body")
+
+        try:
+            await self.app(scope, receive, send_and_note)
+        except asyncio.CancelledError:
+            if not has_ended:
+                raise
+
+
 async def hangs_up(request: Request):
     while (await request.receive())["type"] != "http.disconnect":
         pass
