@@ -167,6 +167,12 @@ def test_conversations(served):
         ),
         ({"generation_config": "[1]"}, "must hold an object"),
         ({"generation_config": '{"top_kk": 1}'}, "no argument `top_kk`; did you mean `top_k`"),
+        (
+            {"generation_config": '{"eos_token_id": [3, 99999999999999999999]}'},
+            "eos_token_id=.* the tokens from 0 to 29",
+        ),
+        ({"generation_config": '{"forced_eos_token_id": 30}'}, "forced_eos_token_id=30: .* the tokens from 0 to 29"),
+        ({"generation_config": '{"bad_words_ids": [[3], [4, -1]]}'}, "bad_words_ids=.* the tokens from 0 to 29"),
         ({"generation_config": '{"zzqq": 1}'}, "generation_config has zzqq, which nothing reads"),
         ({"generation_config": '{"max_new_tokens": 2}'}, "max_tokens and generation_config both say how long"),
         ({"top_k": 5}, "top_k: put it in generation_config, a text that holds JSON"),
@@ -479,7 +485,7 @@ def test_the_length_of_a_generation_config(served):
     with pytest.raises(openai.BadRequestError, match="max_length=2 .* no room behind a prompt of 2 tokens"):
         usage('{"max_length": 2}')
     with pytest.raises(openai.BadRequestError, match="generation_config asks for what fails here"):
-        usage('{"forced_eos_token_id": 99999, "max_new_tokens": 1}')
+        usage('{"exponential_decay_length_penalty": [1], "max_new_tokens": 1}')
 
 
 def test_a_nucleus_samples(served):

@@ -1,7 +1,7 @@
 """Checks of requests. Refuses, with the reason, fields that would have no effect and values that would fail."""
 
 import json
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from inspect import signature
 from typing import Any
 
@@ -42,6 +42,8 @@ ASK_FOR_NOTHING = {
     "web_search_options": (),
     "verbosity": (),
 }
+# fields of a generation config that hold numbers of tokens; transformers checks those of sequence_bias
+FIELDS_OF_TOKENS = {name for name in GENERATION_FIELDS if name.endswith(("_token_id", "words_ids", "suppress_tokens"))}
 MOST_ANSWERS = 128  # per request
 MOST_LIKELIEST = 20  # tokens beside each log-probability
 LEAST_TEMPERATURE = 1e-6  # logits divided by less would overflow
@@ -49,7 +51,7 @@ LEAST_TEMPERATURE = 1e-6  # logits divided by less would overflow
 OF_TEMPLATES = {*signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - {"documents", "kwargs"}
 
 
-def check_body(body: dict):
+def check_body(body: dict, vocab_size: int):
     check_characters(body)
     for name, harmless in ASK_FOR_NOTHING.items():
         value = body.get(name)
@@ -84,7 +86,7 @@ def check_body(body: dict):
     if body.get("max_tokens") == 0 and not body.get("echo"):
         raise ValueError("max_tokens=0 asks for nothing: with echo=true it tells the prompt")
     if (config := body.get("generation_config")) is not None:
-        check_config(config, body)
+        check_config(config, body, vocab_size)
     if tools is not None and not are_tools(tools):
         form = '{"type": "function", "function": {"name": ...}}'
         raise ValueError(f"tools={tools!r} must be a list of functions, each {form}")
@@ -138,7 +140,7 @@ def check_characters(body: dict):
         raise ValueError(f"the request holds {half!r}, which is half of a character: send whole ones") from None
 
 
-def check_config(text: str, body: dict):
+def check_config(text: str, body: dict, vocab_size: int):
     try:
         config = json.loads(text)
     except ValueError as error:
@@ -148,9 +150,23 @@ def check_config(text: str, body: dict):
     if unread := sorted(config.keys() - GENERATION_FIELDS - DEPTH_FIELDS.keys()):
         refuse_foreign(unread, GENERATION_FIELDS | DEPTH_FIELDS.keys(), "generation_config")
         raise ValueError(f"generation_config has {', '.join(unread)}, which nothing reads: leave it out")
+    for name in sorted(config.keys() & FIELDS_OF_TOKENS):
+        if not all(0 <= token < vocab_size for token in numbers_in(config[name])):
+            raise ValueError(
+                f"generation_config has {name}={config[name]!r}: this model has the tokens from 0 to {vocab_size - 1}"
+            )
     lengths = [name for name in SAY_LENGTH if body.get(name) is not None]
     if lengths and config.keys() & LENGTHS_OF_CONFIG:
         raise ValueError(f"{lengths[0]} and generation_config both say how long the answer is: leave one out")
+
+
+def numbers_in(value: Any) -> Iterator[int]:
+    """Yield the numbers of tokens in a field, which may be one, or lists of them."""
+    if isinstance(value, list):
+        for each in value:
+            yield from numbers_in(each)
+    elif type(value) is int:
+        yield value
 
 
 def check_names(names: Iterable[str], known: Collection[str]):
