@@ -206,12 +206,15 @@ def recipe_from_dict(raw: dict, where: str = "the recipe", finished: bool = Fals
         checked = {key: _checked(value, hints[key], f"{name}.{key}", where) for key, value in values.items()}
         setattr(recipe, name, section(**checked))
         check_ranges(name, getattr(recipe, name), where)
-    _expand_paths(recipe, where)
-    check_relations(recipe, where)
-    if recipe.optimizer.decay_product is not None:
-        recipe.optimizer.weight_decay = decay_of_product(recipe.optimizer)
-    if not finished:
-        refuse_idle(recipe, where)
+    try:
+        _expand_paths(recipe)
+        check_relations(recipe)
+        if recipe.optimizer.decay_product is not None:
+            recipe.optimizer.weight_decay = decay_of_product(recipe.optimizer)
+        if not finished:
+            refuse_idle(recipe)
+    except RecipeError as error:
+        raise RecipeError(f"{where}: {error}") from None
     return recipe
 
 
@@ -222,7 +225,7 @@ def _section(raw: dict, name: str, where: str) -> dict:
     return values
 
 
-def _expand_paths(recipe: Recipe, where: str):
+def _expand_paths(recipe: Recipe):
     for section, names in PATHS.items():
         for name in names:
             value = getattr(getattr(recipe, section), name)
@@ -230,7 +233,7 @@ def _expand_paths(recipe: Recipe, where: str):
                 try:
                     setattr(getattr(recipe, section), name, str(expanded(value)))
                 except ValueError as error:
-                    raise RecipeError(f"{where}: {section}.{name}={error}") from None
+                    raise RecipeError(f"{section}.{name}={error}") from None
 
 
 def _read(path: str | Path, seen: tuple[Path, ...] = ()) -> dict:

@@ -25,7 +25,7 @@ MUON = [field.name for field in dataclasses.fields(OptimizerConfig) if field.nam
 # Settings without effect
 
 
-def refuse_idle(recipe, where: str):
+def refuse_idle(recipe):
     """Refuse a setting that differs from its default although other settings leave it without effect."""
     for section, names, reason in idle(recipe):
         defaults = SECTIONS[section]()
@@ -34,7 +34,7 @@ def refuse_idle(recipe, where: str):
         if names:
             said = ", ".join(f"{section}.{name}={as_yaml(getattr(given, name))}" for name in names)
             back = " ".join(f"{section}.{name}={as_yaml(getattr(defaults, name))}" for name in names)
-            raise RecipeError(f"{where}: {said} would have no effect with {reason}: leave it out ({back})")
+            raise RecipeError(f"{said} would have no effect with {reason}: leave it out ({back})")
 
 
 def as_yaml(value) -> str:
@@ -122,53 +122,53 @@ def idle_optimizer(optimizer: OptimizerConfig) -> Iterator[tuple[str, list[str],
 # Settings that do not go together
 
 
-def check_relations(recipe, where: str):
+def check_relations(recipe):
     if recipe.dense.path is not None:
-        check_dense(recipe, recipe.dense, where)
-    check_data(recipe.data, where)
-    check_joined(recipe.data, where)
-    check_depth(recipe.depth, where)
-    check_curriculum(recipe.depth, where)
-    check_optimizer(recipe.optimizer, where)
-    check_training(recipe.training, where)
-    check_kernels(recipe, where)
+        check_dense(recipe, recipe.dense)
+    check_data(recipe.data)
+    check_joined(recipe.data)
+    check_depth(recipe.depth)
+    check_curriculum(recipe.depth)
+    check_optimizer(recipe.optimizer)
+    check_training(recipe.training)
+    check_kernels(recipe)
     loops = recipe.evaluation.loops
     if loops is not None and (not loops or min(loops) < 1 or len(set(loops)) < len(loops)):
-        raise RecipeError(f"{where}: evaluation.loops must be depths of at least 1, got {loops}")
+        raise RecipeError(f"evaluation.loops must be depths of at least 1, got {loops}")
     trackers = recipe.logging.trackers
     if len(set(trackers)) < len(trackers):
-        raise RecipeError(f"{where}: logging.trackers must name each once, got {trackers}")
+        raise RecipeError(f"logging.trackers must name each once, got {trackers}")
     schedule = recipe.schedule
     if schedule.name == "wsd" and (schedule.decay_steps is None) == (schedule.decay_fraction is None):
-        raise RecipeError(f"{where}: schedule 'wsd' needs one of schedule.decay_steps and schedule.decay_fraction")
+        raise RecipeError("schedule 'wsd' needs one of schedule.decay_steps and schedule.decay_fraction")
 
 
-def check_dense(recipe, dense: DenseConfig, where: str):
+def check_dense(recipe, dense: DenseConfig):
     """Refuse settings that conflict with a dense model: it sets sizes and tokens, the recipe sets the loops."""
     if recipe.training.initialize_from is not None:
         raise RecipeError(
-            f"{where}: dense.path={dense.path!r} and training.initialize_from="
+            f"dense.path={dense.path!r} and training.initialize_from="
             f"{recipe.training.initialize_from!r} both say where the weights come from: leave one out"
         )
     if recipe.data.tokenizer in TRAINED_TOKENIZERS:
         raise RecipeError(
-            f"{where}: the dense model knows the tokens of its own tokenizer, but data.tokenizer="
+            "the dense model knows the tokens of its own tokenizer, but data.tokenizer="
             f"{recipe.data.tokenizer!r} is trained here: set data.tokenizer to its folder or name, e.g. {dense.path}"
         )
     if recipe.model.get("preset") is not None:
         raise RecipeError(
-            f"{where}: model.preset={recipe.model['preset']!r} has sizes and blocks of its own, and so has "
+            f"model.preset={recipe.model['preset']!r} has sizes and blocks of its own, and so has "
             f"dense.path={dense.path!r}: name the fields of the loop instead"
         )
     if recipe.model.get("num_loops") is None:
-        raise RecipeError(f"{where}: dense.path={dense.path!r} needs model.num_loops, the depth to train for")
+        raise RecipeError(f"dense.path={dense.path!r} needs model.num_loops, the depth to train for")
 
 
-def check_optimizer(optimizer: OptimizerConfig, where: str):
+def check_optimizer(optimizer: OptimizerConfig):
     if len(optimizer.betas) != 2:
-        raise RecipeError(f"{where}: optimizer.betas must be two numbers from 0 to below 1, got {optimizer.betas}")
+        raise RecipeError(f"optimizer.betas must be two numbers from 0 to below 1, got {optimizer.betas}")
     if optimizer.decay_product is not None and optimizer.weight_decay not in (0, decay_of_product(optimizer)):
-        raise RecipeError(f"{where}: set optimizer.weight_decay or optimizer.decay_product, not both")
+        raise RecipeError("set optimizer.weight_decay or optimizer.decay_product, not both")
 
 
 def decay_of_product(optimizer: OptimizerConfig) -> float:
@@ -176,130 +176,122 @@ def decay_of_product(optimizer: OptimizerConfig) -> float:
     return optimizer.decay_product / optimizer.lr
 
 
-def check_data(data: DataConfig, where: str):
+def check_data(data: DataConfig):
     if data.document_masking and data.document_tokens == "none":
-        raise RecipeError(
-            f"{where}: data.document_masking needs a token between documents, but data.document_tokens is 'none'"
-        )
+        raise RecipeError("data.document_masking needs a token between documents, but data.document_tokens is 'none'")
     if data.start_token is not None and data.document_tokens in ("end", "none"):
         raise RecipeError(
-            f"{where}: data.start_token={data.start_token!r} would begin documents, but data.document_tokens is "
+            f"data.start_token={data.start_token!r} would begin documents, but data.document_tokens is "
             f"{data.document_tokens!r}: leave it out, or write 'start'"
         )
     if data.packing == "best_fit" and data.stride is not None:
-        raise RecipeError(f"{where}: data.stride={data.stride} is for packing 'concatenate'; best_fit has no stride")
+        raise RecipeError(f"data.stride={data.stride} is for packing 'concatenate'; best_fit has no stride")
     if data.stride is not None and data.stride > data.sequence_length:
         raise RecipeError(
-            f"{where}: data.stride={data.stride} is longer than data.sequence_length={data.sequence_length}, so what "
+            f"data.stride={data.stride} is longer than data.sequence_length={data.sequence_length}, so what "
             "lies between rows would never be read: make it shorter"
         )
     if data.expected_tokens is not None and data.expected_tokens < data.sequence_length:
         raise RecipeError(
-            f"{where}: data.expected_tokens={data.expected_tokens:g} do not fill one row of data.sequence_length="
+            f"data.expected_tokens={data.expected_tokens:g} do not fill one row of data.sequence_length="
             f"{data.sequence_length}: correct one of them"
         )
     if data.token_field is not None:
-        check_tokens(data, where)
+        check_tokens(data)
     least = TRAINED_TOKENIZERS.get(data.tokenizer, 0)
     if data.tokenizer_vocab_size < least:
         raise RecipeError(
-            f"{where}: data.tokenizer_vocab_size={data.tokenizer_vocab_size} is too small: special tokens and single "
+            f"data.tokenizer_vocab_size={data.tokenizer_vocab_size} is too small: special tokens and single "
             f"bytes alone are {least} with data.tokenizer={data.tokenizer!r}"
         )
     try:
         re.compile(data.document_start or "")
     except re.error as error:
-        raise RecipeError(
-            f"{where}: data.document_start={data.document_start!r} is no regular expression: {error}"
-        ) from None
+        raise RecipeError(f"data.document_start={data.document_start!r} is no regular expression: {error}") from None
 
 
-def check_tokens(data: DataConfig, where: str):
+def check_tokens(data: DataConfig):
     """Refuse settings that do not go with a column of token ids (data that is tokenised already)."""
     if data.tokenizer in TRAINED_TOKENIZERS:
         raise RecipeError(
-            f"{where}: data.token_field={data.token_field!r} holds tokens already, but data.tokenizer="
+            f"data.token_field={data.token_field!r} holds tokens already, but data.tokenizer="
             f"{data.tokenizer!r} would be trained here: name the tokenizer that they were made with"
         )
     for name in ("joined_by", "document_start"):
         if (value := getattr(data, name)) is not None:
             raise RecipeError(
-                f"{where}: data.{name}={value!r} joins texts, but data.token_field={data.token_field!r} holds tokens: "
+                f"data.{name}={value!r} joins texts, but data.token_field={data.token_field!r} holds tokens: "
                 "leave one of them out"
             )
 
 
-def check_joined(data: DataConfig, where: str):
+def check_joined(data: DataConfig):
     """Refuse settings that do not go with `joined_by`: one joined text has no documents to hold out, mask or pack."""
     if data.joined_by is None:
         return
     if not data.joined_by.isspace():
-        raise RecipeError(f"{where}: data.joined_by must be white space, e.g. a blank line, got {data.joined_by!r}")
+        raise RecipeError(f"data.joined_by must be white space, e.g. a blank line, got {data.joined_by!r}")
     if data.validation_source is None and data.validation_split is None:
         raise RecipeError(
-            f"{where}: data.joined_by={data.joined_by!r} makes one text, of which no documents can be held out: name "
+            f"data.joined_by={data.joined_by!r} makes one text, of which no documents can be held out: name "
             "a data.validation_split or a data.validation_source"
         )
     others = {"packing": "concatenate", "document_masking": False, "document_start": None}
     for name, needed in others.items():
         if getattr(data, name) != needed:
             raise RecipeError(
-                f"{where}: data.joined_by={data.joined_by!r} makes one text without documents, but "
+                f"data.joined_by={data.joined_by!r} makes one text without documents, but "
                 f"data.{name}={getattr(data, name)!r}: leave one of them out"
             )
 
 
-def check_depth(depth: DepthConfig, where: str):
+def check_depth(depth: DepthConfig):
     if depth.sampler == "fixed" and depth.mean is not None:
-        raise RecipeError(
-            f"{where}: depth.mean={depth.mean} needs a sampler that draws depths; set model.num_loops instead"
-        )
+        raise RecipeError(f"depth.mean={depth.mean} needs a sampler that draws depths; set model.num_loops instead")
     if depth.split == "prefix" and depth.backprop_loops is None:
-        raise RecipeError(
-            f"{where}: depth.split='prefix' draws the loops before the last backprop_loops: set backprop_loops"
-        )
+        raise RecipeError("depth.split='prefix' draws the loops before the last backprop_loops: set backprop_loops")
     if (depth.per == "micro_batch") != (depth.rows_per_draw is not None):
         raise RecipeError(
-            f"{where}: depth.rows_per_draw says how many rows share a depth, for depth.per='micro_batch' and nothing "
+            "depth.rows_per_draw says how many rows share a depth, for depth.per='micro_batch' and nothing "
             f"else; got per={depth.per!r} and rows_per_draw={depth.rows_per_draw}"
         )
 
 
-def check_curriculum(depth: DepthConfig, where: str):
+def check_curriculum(depth: DepthConfig):
     if (depth.curriculum is None) != (depth.curriculum_steps is None):
         raise RecipeError(
-            f"{where}: depth.curriculum needs depth.curriculum_steps, and the other way round; got "
+            "depth.curriculum needs depth.curriculum_steps, and the other way round; got "
             f"curriculum={depth.curriculum!r} and curriculum_steps={depth.curriculum_steps}"
         )
     if depth.curriculum and depth.curriculum_target == "forward" and depth.backprop_loops is None:
         raise RecipeError(
-            f"{where}: depth.curriculum_target='forward' grows the loops without gradients, and there are none: set "
+            "depth.curriculum_target='forward' grows the loops without gradients, and there are none: set "
             "depth.backprop_loops, or the target backward"
         )
 
 
-def check_training(training: TrainingConfig, where: str):
+def check_training(training: TrainingConfig):
     if not 0 <= training.taper_start < training.taper_end <= 1:
         raise RecipeError(
-            f"{where}: training.taper_start and training.taper_end are parts of the run, 0 <= start < end <= 1, got "
+            "training.taper_start and training.taper_end are parts of the run, 0 <= start < end <= 1, got "
             f"{training.taper_start} and {training.taper_end}"
         )
     name = training.push_to_hub
     if name is not None and not re.fullmatch(r"\w[\w.-]{0,95}/\w[\w.-]{0,95}", name, re.ASCII):
-        raise RecipeError(f"{where}: training.push_to_hub must be owner/name, got {name!r}")
+        raise RecipeError(f"training.push_to_hub must be owner/name, got {name!r}")
 
 
-def check_kernels(recipe, where: str):
+def check_kernels(recipe):
     """Check shapes: a CUDA graph has one shape, and GPUs multiply in float8 only if sizes are multiples of 16."""
     length = recipe.data.sequence_length
     if recipe.training.float8 is not None and length % 16:
         raise RecipeError(
-            f"{where}: training.float8={recipe.training.float8!r} needs rows of a multiple of 16 tokens, but "
+            f"training.float8={recipe.training.float8!r} needs rows of a multiple of 16 tokens, but "
             f"data.sequence_length={length}: change it, or leave float8 out"
         )
     if recipe.training.compile == "cuda_graphs" and recipe.depth.per != "batch":
         raise RecipeError(
-            f"{where}: training.compile='cuda_graphs' needs passes of one shape, but with depth.per="
+            "training.compile='cuda_graphs' needs passes of one shape, but with depth.per="
             f"{recipe.depth.per!r} rows leave them one by one: set depth.per='batch' or training.compile=true"
         )
 
