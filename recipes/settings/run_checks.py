@@ -13,6 +13,7 @@ from .model_file import class_in_file
 from .operations import Operations, UnknownEpoch
 from .recipe import Recipe, RecipeError
 from .relations import TRAINED_TOKENIZERS, check_schedule
+from .sections import SECTIONS
 
 
 def check_run(recipe: Recipe) -> LoopedConfig:
@@ -92,40 +93,24 @@ def check_within(recipe: Recipe, steps: int):
 
 def check_against_model(recipe: Recipe, config: LoopedConfig):
     """Refuse settings outside of `model` that have no effect with this model, or do not fit it."""
-    optimizer, training, data = recipe.optimizer, recipe.training, recipe.data
-    needs = {
-        "training.freeze_all_but_gate": (
-            not training.freeze_all_but_gate,
-            config.exit_gate != "none",
-            "a model with an exit gate (model.exit_gate)",
-        ),
-        "optimizer.head_lr": (optimizer.head_lr is None, not config.tie_word_embeddings, "a head that is not tied"),
-        "optimizer.correct_for_depth": (
-            optimizer.correct_for_depth,
-            config.residual_scaling == "factored",
-            "model.residual_scaling 'factored'",
-        ),
-        "optimizer.muon_value_gates": (
-            not optimizer.muon_value_gates,
-            config.value_embeddings,
-            "model.value_embeddings",
-        ),
-        "training.taper_start and taper_end": (
-            (training.taper_start, training.taper_end) == (0.05, 1.0),
-            config.readout_norm == "taper",
-            "model.readout_norm 'taper'",
-        ),
-    }
-    if training.freeze_all_but_gate:  # matrices of blocks, embedding and head are not trained
-        unfrozen = "all weights, not training.freeze_all_but_gate"
-        needs |= {
-            "optimizer.embedding_lr": (optimizer.embedding_lr is None, False, unfrozen),
-            "optimizer.head_lr": (optimizer.head_lr is None, False, unfrozen),
-            "optimizer.name": (optimizer.name == "adamw", False, unfrozen),
-        }
-    for name, (at_default, applies, needed) in needs.items():
-        if not at_default and not applies:
-            raise RecipeError(f"{name} would have no effect: it needs {needed}; set that, or leave it out")
+    trains_all, all_weights = not recipe.training.freeze_all_but_gate, "all weights, not training.freeze_all_but_gate"
+    tapers, taper = config.readout_norm == "taper", "model.readout_norm 'taper'"
+    needs = [
+        ("training.freeze_all_but_gate", config.exit_gate != "none", "a model with an exit gate (model.exit_gate)"),
+        ("optimizer.head_lr", trains_all, all_weights),
+        ("optimizer.embedding_lr", trains_all, all_weights),
+        ("optimizer.name", trains_all, all_weights),  # it differs for matrices of blocks, which are frozen then
+        ("optimizer.head_lr", not config.tie_word_embeddings, "a head that is not tied"),
+        ("optimizer.correct_for_depth", config.residual_scaling == "factored", "model.residual_scaling 'factored'"),
+        ("optimizer.muon_value_gates", config.value_embeddings, "model.value_embeddings"),
+        ("training.taper_start", tapers, taper),
+        ("training.taper_end", tapers, taper),
+    ]
+    for key, applies, needed in needs:
+        section, name = key.split(".")
+        if not applies and getattr(getattr(recipe, section), name) != getattr(SECTIONS[section](), name):
+            raise RecipeError(f"{key} would have no effect: it needs {needed}; set that, or leave it out")
+    data = recipe.data
     own_size = "vocab_size" in recipe.model or "preset" in recipe.model
     if own_size and data.tokenizer in TRAINED_TOKENIZERS and data.tokenizer_vocab_size > config.vocab_size:
         raise RecipeError(
