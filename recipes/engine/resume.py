@@ -40,12 +40,12 @@ VALIDATION = "validation"  # the compared section that describes the validation 
 VOLATILE = {"transformers_version", "_name_or_path", "architectures", "auto_map", "dtype"}  # fields of model configs
 
 
-def compared_settings(recipe: Recipe, model_config: dict, data) -> dict:
+def compared_settings(recipe: Recipe, config: LoopedConfig, data, precision: str, has_dropout: bool) -> dict:
     """Return all compared settings, in sections. data: the result of `shards.prepare`."""
     dense = {} if recipe.dense.path is None else {"dense": dataclasses.asdict(recipe.dense)}
-    return {
+    settings = {
         **dense,
-        "model": model_config,
+        "model": comparable(config.to_dict()),
         CODE: checksum_of_code(recipe),
         "data": {
             "sequence_length": recipe.data.sequence_length,
@@ -63,7 +63,10 @@ def compared_settings(recipe: Recipe, model_config: dict, data) -> dict:
             "rows": min(recipe.evaluation.rows, len(data.validation)),
             "sampled_rows": sample_of_rows(data.validation),
         },
+        "precision": precision,
+        "rows_of_dropout": recipe.training.micro_batch_size if has_dropout else None,
     }
+    return comparable(settings)
 
 
 def checksum_of_code(recipe: Recipe) -> str | None:

@@ -24,8 +24,6 @@ from .finite import ADVICE, Divergence, nonfinite_part
 from .monitor import Monitor
 from .resume import (
     VALIDATION,
-    comparable,
-    compared_settings,
     differing,
     may_change,
     other_versions,
@@ -171,10 +169,3 @@ class RunCheckpoints:
         """Wait until the checkpoints written in the background are complete."""
         if self.background is not None:
             self.background.wait()
-
-
-def settings_of_run(recipe: Recipe, model_config, data, precision: str, has_dropout: bool) -> dict:
-    settings = compared_settings(recipe, comparable(model_config.to_dict()), data)
-    settings["precision"] = precision
-    settings["rows_of_dropout"] = recipe.training.micro_batch_size if has_dropout else None
-    return comparable(settings)

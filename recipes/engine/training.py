@@ -39,7 +39,8 @@ from looped_recipes.engine.peers import main_process_first
 from looped_recipes.engine.profiling import Profile
 from looped_recipes.engine.publish import create_repository, model_card, push
 from looped_recipes.engine.reports import StepReports
-from looped_recipes.engine.run_checkpoints import Progress, RunCheckpoints, settings_of_run
+from looped_recipes.engine.resume import compared_settings
+from looped_recipes.engine.run_checkpoints import Progress, RunCheckpoints
 from looped_recipes.engine.saving import CheckpointError, error_of_saving, on_main_process, only_run
 from looped_recipes.engine.step import Steps
 from looped_recipes.engine.taper import Taper
@@ -97,7 +98,7 @@ class Pretraining:
         self.signal = 0  # number of a signal that any of the processes received
         self.metrics = MetricsLog(self.output / "metrics.jsonl", self.accelerator)
         precision, has_dropout = self.accelerator.mixed_precision, self.batches.has_dropout
-        compared = settings_of_run(recipe, self.config, self.data, precision, has_dropout)
+        compared = compared_settings(recipe, self.config, self.data, precision, has_dropout)
         self.checkpoints = RunCheckpoints(
             recipe,
             self.accelerator,
