@@ -2,9 +2,10 @@
 
 import errno
 import os
+import signal
 import time
 import warnings
-from threading import Event
+from threading import Event, Timer
 from types import SimpleNamespace
 
 import pytest
@@ -86,6 +87,17 @@ def test_filters_of_warnings_that_end_meanwhile_do_not_come_back(tmp_path, monke
     may_end.set()
     background.wait()
     assert not any(each[1] is not None and "of this block" in each[1].pattern for each in warnings.filters)
+
+
+def test_a_wait_that_ctrl_c_breaks_off_can_be_made_again():
+    background, may_end, done = Background(), Event(), []
+    background.start(lambda: done.append(may_end.wait(60)))
+    with pytest.raises(KeyboardInterrupt):
+        Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+        background.wait()
+    Timer(0.5, may_end.set).start()
+    background.wait()
+    assert done == [True]
 
 
 @pytest.mark.slow
