@@ -20,9 +20,6 @@ of the jobs are those of submitit: slurm.partition=gpu slurm.time=600 (minutes) 
 slurm.array_parallelism=16; several processes for each run: slurm.ntasks_per_node=4 slurm.gpus_per_node=4.
 """
 
-from collections.abc import Callable
-from functools import partial
-
 from looped_recipes.common.command_line import Parser, run_command
 
 
@@ -37,36 +34,33 @@ def main(arguments: list[str] | None = None):
     parser.add_argument("--runner", choices=RUNNERS, default="local", help="where runs are trained; default: local")
     options = parser.parse_args(arguments)
     overrides = [each for each in options.overrides if not each.startswith(SLURM)]
-    run_sweep(options.sweep, overrides, runner(options))
+    run_sweep(options.sweep, overrides, jobs_of(options))
 
 
-def runner(options):
-    """Return the function that trains the runs of a sweep; None if this process trains them."""
+def jobs_of(options) -> dict | None:
+    """Return the settings of the jobs that train the runs; None if this process trains them."""
     from looped_recipes.settings.recipe import RecipeError, split_override
 
     own = [each for each in options.overrides if each.startswith(SLURM)]
-    if options.runner == "local":
-        if own:
-            raise RecipeError(f"{own[0]} would have no effect: add --runner slurm, or leave it out")
-        return None
-    settings = dict(map(split_override, own))
-    return partial(on_slurm, settings={key.removeprefix(SLURM): value for key, value in settings.items()})
+    if options.runner == "slurm":
+        return {key.removeprefix(SLURM): value for key, value in map(split_override, own)}
+    if own:
+        raise RecipeError(f"{own[0]} would have no effect: add --runner slurm, or leave it out")
+    return None
 
 
-def on_slurm(runs: list, settings: dict):
-    from looped_recipes.engine.sweep_jobs import train_on_slurm
-
-    train_on_slurm(runs, settings)
-
-
-def run_sweep(path: str, overrides: list[str], train_elsewhere: Callable | None):
-    """Check the runs of a sweep, and only then import what trains them, which takes seconds."""
+def run_sweep(path: str, overrides: list[str], jobs: dict | None):
+    """Check the runs of a sweep, and only then import what trains them, which takes seconds. jobs: see jobs_of."""
     from looped_recipes.engine.sweep_runs import checked_sweep
 
     sweep, runs = checked_sweep(path, overrides)
+    if jobs is not None:
+        from looped_recipes.engine.sweep_jobs import train_on_slurm
+
+        train_on_slurm(runs, jobs)
     from looped_recipes.engine.sweeps import train_all
 
-    train_all(sweep, runs, train_elsewhere)
+    train_all(sweep, runs)
 
 
 if __name__ == "__main__":

@@ -46,7 +46,9 @@ class TrainingJob:
 
 
 def train_on_slurm(runs: list[Run], settings: dict):
-    """Train all runs in parallel, and return when they are done. settings: job settings under submitit's names."""
+    """Train the runs that are missing in parallel, and return when they are done. settings: job settings under
+    submitit's names."""
+    runs = [run for run in runs if run.same_as is None and outcome(run) is None]
     if not runs:
         return
     folder = Path(runs[0].recipe.training.output_dir).absolute().parent / JOBS

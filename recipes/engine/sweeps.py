@@ -3,7 +3,6 @@
 import json
 import math
 from collections import defaultdict
-from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
 
@@ -185,12 +184,8 @@ def columns_of(results: list[dict], plot: dict) -> int:
     return len({panel[-1:] for panel in panels_of(results, plot)})
 
 
-def train_all(sweep: SweepFile, runs: list[Run], train_elsewhere: Callable[[list[Run]], None] | None):
-    """Train the runs of a sweep that are missing and write all results. train_elsewhere: trains the missing runs; None
-    trains them in this process, one after the other."""
-    missing = [run for run in runs if run.same_as is None and outcome(run) is None]
-    if train_elsewhere is not None:
-        train_elsewhere(missing)
+def train_all(sweep: SweepFile, runs: list[Run]):
+    """Train the runs of a sweep that are missing, one after the other, and write the results of all."""
     with one_message():
         results = run_all(runs)
     if is_main_process():
