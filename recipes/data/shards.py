@@ -51,7 +51,7 @@ from .tokenizers import (
     tokenizer_hash,
     tokenizer_settings,
 )
-from .written import SETTINGS, Worker, check_written, is_written, parts_of_workers, worker
+from .written import SETTINGS, Worker, check_written, is_written, parts_of_workers
 
 
 __all__ = ["Prepared", "PackedRows", "open_prepared", "prepare"]
@@ -227,8 +227,10 @@ def shard_writer(data: DataConfig, rank: int, world_size: int) -> Iterator[Worke
                 write_facts(folder / SETTINGS, settings)
             tokenizer = _tokenizer(folder, data, ())
     maker = _maker(folder, data, tokenizer, HeldOut(fraction=data.validation_fraction), "validation")
-    with worker(maker, rank, world_size) as documents:
-        yield documents
+    worker = Worker(maker, rank, world_size)
+    worker.tell(None)
+    yield worker
+    worker.end()
 
 
 def _texts(documents: Documents, source: Source) -> Iterator[Document]:

@@ -7,8 +7,6 @@ then see the same documents again.
 """
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from looped_recipes.common.checksums import read_sealed
@@ -74,14 +72,6 @@ class Worker:
         """Write a file with the names of this worker's parts; None while it has not ended."""
         told = {"parts": parts, "world_size": self.world_size}
         write_facts(self.maker.folder / f"worker-{self.rank:05}.json", told)
-
-
-@contextmanager
-def worker(maker: PartMaker, rank: int, world_size: int) -> Iterator[Worker]:
-    made = Worker(maker, rank, world_size)
-    made.tell(None)
-    yield made
-    made.end()
 
 
 def parts_of_workers(folder: Path) -> list[str]:
