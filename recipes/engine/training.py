@@ -13,7 +13,7 @@ import torch
 from accelerate.utils import set_seed
 
 from looped_recipes.common.checksums import write_checksums
-from looped_recipes.common.metrics import MetricsLog
+from looped_recipes.common.metrics import MetricsLog, why_diverged
 from looped_recipes.common.orphans import end_with
 from looped_recipes.common.progress import progress_bar
 from looped_recipes.common.provenance import own_command
@@ -271,10 +271,9 @@ class Pretraining:
             raise Divergence(
                 f"the validation loss after step {self.step - 1} is {loss}; the checkpoints before are good. {ADVICE}"
             )
-        limit = self.recipe.training.max_loss
-        if self.step == self.total_steps and limit is not None and not loss <= limit:
-            said = f"the run ends at {loss:.4f}, above training.max_loss={limit}: diverged"
-            self.accelerator.print(said)
+        why = why_diverged(loss, self.recipe.training.max_loss)
+        if self.step == self.total_steps and why is not None:
+            self.accelerator.print(f"{why}: diverged")
 
     def export_to(self, path: Path):
         card = model_card(self.recipe, self.config, self.metrics.path, path, self.step)
