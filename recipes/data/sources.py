@@ -249,9 +249,17 @@ def validation_source(data: DataConfig) -> Source | None:
 
 
 def _source(data: DataConfig, name: str, config: str | None, split: str) -> Source:
-    limits = (data.streaming, data.max_documents)
-    of_rows = data.document_start, data.joined_by, data.token_field
-    return Source(name, config, split, data.text_field, *limits, *of_rows)
+    return Source(
+        name=name,
+        config=config,
+        split=split,
+        text_field=data.text_field,
+        streaming=data.streaming,
+        max_documents=data.max_documents,
+        document_start=data.document_start,
+        joined_by=data.joined_by,
+        token_field=data.token_field,
+    )
 
 
 @contextlib.contextmanager
