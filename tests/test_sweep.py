@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 from accelerate.state import AcceleratorState, PartialState
 
+from looped_recipes.common.metrics import DIVERGED
 from looped_recipes.common.replicas import Outcome, Replicas
 from looped_recipes.engine import sweeps
 from looped_recipes.engine.sweep_runs import load_sweep
-from looped_recipes.engine.sweeps import DIVERGED, charts_of, optima, outcome
+from looped_recipes.engine.sweeps import charts_of, optima, outcome
 from looped_recipes.plan import main as plan_main
 from looped_recipes.settings.recipe import RecipeError
 from looped_recipes.sweep import run_sweep

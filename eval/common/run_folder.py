@@ -8,7 +8,7 @@ from pathlib import Path
 
 import yaml
 
-from looped_recipes.common.metrics import last_by_number, read_lines
+from looped_recipes.common.metrics import DIVERGED, last_by_number, read_lines
 
 
 LOSS_AT, BITS_AT = "validation/loss_at_", "validation/bits_per_byte_at_"
@@ -136,8 +136,8 @@ class RunFolder:
             for key in ("loss", "validation/loss"):
                 if record.get(key) is not None and not math.isfinite(record[key]):
                     return f"diverged: {key} is {record[key]} at step {record['step']}"
-        if (self.folder / "diverged.txt").is_file():
-            return "diverged: " + (self.folder / "diverged.txt").read_text(encoding="utf-8").strip()
+        if (self.folder / DIVERGED).is_file():
+            return "diverged: " + (self.folder / DIVERGED).read_text(encoding="utf-8").strip()
         return "finished" if self.config else f"not finished: {self.steps} steps so far"
 
 

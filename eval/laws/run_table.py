@@ -25,6 +25,7 @@ import torch
 
 from looped_recipes.common.command_line import typed
 from looped_recipes.common.files import lines_of, write_whole
+from looped_recipes.common.metrics import DIVERGED
 from looped_recipes.common.words import counted
 
 from .fitting import FitError
@@ -149,7 +150,6 @@ def write_table(rows: list[dict], path: str | Path):
 
 def why_left_out(folder: str | Path) -> str | None:
     """Return why a folder of a sweep is left out (its run diverged, or it holds none); None if `collect` reads it."""
-    from looped_recipes.engine.sweeps import DIVERGED
     from looped_recipes.settings.sweep_files import JOBS
 
     folder = Path(folder)

@@ -11,6 +11,9 @@ from .checksums import LIST, change_of
 from .files import append_line, write_whole
 
 
+DIVERGED = "diverged.txt"  # in the folder of a run that diverged: why
+
+
 class MetricsLog:
     def __init__(self, path: Path, accelerator):
         self.path, self.accelerator = Path(path), accelerator

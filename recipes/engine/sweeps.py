@@ -10,7 +10,7 @@ from looped_recipes.common.chart import Chart, Line, on_one_scale, ordered, save
 from looped_recipes.common.checksums import change_of
 from looped_recipes.common.command_line import typed
 from looped_recipes.common.files import write_whole
-from looped_recipes.common.metrics import last_values, read_metrics, why_diverged
+from looped_recipes.common.metrics import DIVERGED, last_values, read_metrics, why_diverged
 from looped_recipes.common.optimum import in_words, optimum, shifts
 from looped_recipes.common.provenance import provenance, write_json
 from looped_recipes.common.replicas import Outcome, Replicas, settings_of
@@ -26,7 +26,6 @@ from looped_recipes.settings.sweep_files import SweepFile
 from .sweep_runs import Run
 
 
-DIVERGED = "diverged.txt"
 OUTCOME = ("loss", "diverged", "metrics")
 
 

@@ -21,7 +21,7 @@ from looped_eval.common.model_folder import model_folder
 from looped_recipes import export
 from looped_recipes.common import checksums
 from looped_recipes.common.files import append_line, remove_leftovers, write_whole
-from looped_recipes.common.metrics import read_metrics
+from looped_recipes.common.metrics import DIVERGED, read_metrics
 from looped_recipes.data import shards
 from looped_recipes.engine.checkpoint import (
     MARKER,
@@ -35,7 +35,7 @@ from looped_recipes.engine.publish import without_places
 from looped_recipes.engine.resume import comparable, refuse_lost_run
 from looped_recipes.engine.saving import CheckpointError
 from looped_recipes.engine.sweep_runs import Run
-from looped_recipes.engine.sweeps import DIVERGED, outcome, train
+from looped_recipes.engine.sweeps import outcome, train
 from looped_recipes.settings.recipe import DataConfig, RecipeError, load_recipe
 from modeling_looped import LoopedForCausalLM
 from tests.faults.tiny_run import metrics_of
