@@ -201,8 +201,8 @@ class ExitRule:
         if self.criterion.every_loop:
             return True
         warm_up = 0  # readings that the first check needs before it, to compare with
-        if self.criterion.counts_readings:
-            warm_up = max(0, self.threshold)
+        if self.criterion.counts_readings:  # the mean of a row's counts needs whole counts, from the first loop on
+            warm_up = math.inf if self.per_sequence else max(0, self.threshold)
         elif self.criterion.remembers:
             warm_up = 1
         first = self.min_loops - (warm_up + 1) * self.interval  # readings begin after this loop

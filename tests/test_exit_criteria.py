@@ -209,6 +209,7 @@ def test_always_and_never(name):
         (ExitRule("latent_diff", 1.0, 5, 3, per_sequence=True), [2, 5, 8], [5, 8]),
         (ExitRule("entropy_diff", 1.0, 2, 2), [2, 4, 6, 8], [2, 4, 6, 8]),
         (ExitRule("argmax_stability", 2.0, 5, 1), [3, 4, 5, 6, 7, 8], [5, 6, 7, 8]),
+        (ExitRule("argmax_stability", 2.0, 5, 2, per_sequence=True), [1, 3, 5, 7], [5, 7]),  # the mean of whole counts
         (ExitRule("argmax_stability", 1.5, 5, 1), [3, 4, 5, 6, 7, 8], [5, 6, 7, 8]),  # as many as 2
         (ExitRule("argmax_stability", 2.0, 6, 2), [2, 4, 6, 8], [6, 8]),
         (ExitRule("argmax_stability", math.inf, 3, 1), [1, 2, 3, 4, 5, 6, 7, 8], [3, 4, 5, 6, 7, 8]),

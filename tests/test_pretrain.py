@@ -40,7 +40,7 @@ from looped_recipes.engine.saving import CheckpointError
 from looped_recipes.engine.training import Divergence
 from looped_recipes.pretrain import main
 from looped_recipes.settings.recipe import RecipeError, load_recipe
-from modeling_looped import LoopedForCausalLM
+from modeling_looped import LoopedConfig, LoopedForCausalLM
 from tests.helpers import quick_and_slow
 from tests.helpers_pretrain import SMOKE, logged_losses, logged_values, smoke_settings
 from tests.helpers_processes import ROOT, import_paths, run_and_kill
@@ -685,7 +685,9 @@ def test_rows_that_begin_elsewhere_are_other_data():
     rows = PackedRows([np.zeros(96, dtype=np.int64)], 32, 32, start=1, token_bytes=torch.ones(1))
     data = SimpleNamespace(train=rows, validation=rows, manifest={"tokenizer": {"sha256": ""}})
     plain, half, whole = (
-        compared_settings(load_recipe(SMOKE / "lt.yaml", ["data.sequence_length=32", *more]), {}, data)
+        compared_settings(
+            load_recipe(SMOKE / "lt.yaml", ["data.sequence_length=32", *more]), LoopedConfig(), data, "no", False
+        )
         for more in ([], ["data.stride=16"], ["data.stride=32"])
     )
     assert differing(plain, half) == [("data.stride", 32, 16)] and differing(plain, whole) == []

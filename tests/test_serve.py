@@ -171,6 +171,7 @@ def test_conversations(served):
             {"generation_config": '{"eos_token_id": [3, 99999999999999999999]}'},
             "eos_token_id=.* the tokens from 0 to 29",
         ),
+        ({"generation_config": '{"eos_token_id": 2.5}'}, "eos_token_id=2.5: .* the tokens from 0 to 29"),
         ({"generation_config": '{"forced_eos_token_id": 30}'}, "forced_eos_token_id=30: .* the tokens from 0 to 29"),
         ({"generation_config": '{"bad_words_ids": [[3], [4, -1]]}'}, "bad_words_ids=.* the tokens from 0 to 29"),
         ({"generation_config": '{"zzqq": 1}'}, "generation_config has zzqq, which nothing reads"),
@@ -479,7 +480,7 @@ def test_the_length_of_a_generation_config(served):
     def usage(config: str):
         return complete(client, "a b", None, {"generation_config": config}).usage
 
-    assert usage('{"eos_token_id": null}').completion_tokens == 79
+    assert usage('{"eos_token_id": null}').completion_tokens == usage('{"eos_token_id": -1}').completion_tokens == 79
     assert usage('{"eos_token_id": null, "max_length": 9}').total_tokens == 9
     assert usage('{"eos_token_id": null, "max_new_tokens": 9}').completion_tokens == 9
     with pytest.raises(openai.BadRequestError, match="max_length=2 .* no room behind a prompt of 2 tokens"):

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -187,7 +188,8 @@ def result_row(aim: dict, rule, units: Units, scored, at_full_depth: float, conf
     calibrated = perplexity_at(loops_before, units.losses)
     of_calibration = {} if "budget" in aim else {"calibrated_loops": loops_before.double().mean().item()}
     full = flops_per_token(config, args.length, args.num_loops, 1)
-    readouts = mean_readouts(rule, scored.loops, args.num_loops)
+    of_units = replace(rule, per_sequence=scored.loops.ndim == 1)  # else of tokens
+    readouts = mean_readouts(of_units, scored.loops, args.num_loops)
     return {
         "criterion": rule.name,
         **aim,

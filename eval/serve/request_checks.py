@@ -151,7 +151,8 @@ def check_config(text: str, body: dict, vocab_size: int):
         refuse_foreign(unread, GENERATION_FIELDS | DEPTH_FIELDS.keys(), "generation_config")
         raise ValueError(f"generation_config has {', '.join(unread)}, which nothing reads: leave it out")
     for name in sorted(config.keys() & FIELDS_OF_TOKENS):
-        if not all(0 <= token < vocab_size for token in numbers_in(config[name])):
+        least = -1 if name == "eos_token_id" else 0  # -1: no token ends the answer
+        if not all(type(token) is int and least <= token < vocab_size for token in numbers_in(config[name])):
             raise ValueError(
                 f"generation_config has {name}={config[name]!r}: this model has the tokens from 0 to {vocab_size - 1}"
             )
@@ -160,12 +161,12 @@ def check_config(text: str, body: dict, vocab_size: int):
         raise ValueError(f"{lengths[0]} and generation_config both say how long the answer is: leave one out")
 
 
-def numbers_in(value: Any) -> Iterator[int]:
-    """Yield the numbers of tokens in a field, which may be one, or lists of them."""
+def numbers_in(value: Any) -> Iterator:
+    """Yield what stands for tokens in a field, which may be one, or lists of them."""
     if isinstance(value, list):
         for each in value:
             yield from numbers_in(each)
-    elif type(value) is int:
+    elif value is not None:
         yield value
 
 
