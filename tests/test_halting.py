@@ -168,13 +168,10 @@ def test_rows_of_one_token_halt_where_tokens_exit(name):
 def test_rows_halt_by_the_mean_of_how_long_their_tokens_are_stable(min_loops, interval):
     """Counted from the first loop on, also where the first check is far beyond the threshold."""
     model, ids = model_of("plain"), random_ids(12, 6)
-    best = [model(ids, num_loops=k).logits.argmax(-1) for k in range(1, 9)]
-    count, last, expected = torch.zeros(12, 6), None, torch.full((12,), 8)
+    count, last, expected = torch.zeros(12, 6), torch.full((12, 6), -1), torch.full((12,), 8)
     for loops in (k for k in range(1, 8) if (k - min_loops) % interval == 0):
-        count, last = (
-            torch.where(best[loops - 1] == last, count + 1, 0) if last is not None else count,
-            best[loops - 1],
-        )
+        best = model(ids, num_loops=loops).logits.argmax(-1)
+        count, last = torch.where(best == last, count + 1, 0), best
         expected = torch.where((expected == 8) & (count.mean(1) >= 1.5) & (loops >= min_loops), loops, expected)
     rule = ExitRule("argmax_stability", 1.5, min_loops, interval, per_sequence=True)
     assert torch.equal(model(ids, num_loops=8, exit_rule=rule).token_loops[:, 0], expected)
