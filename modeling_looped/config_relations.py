@@ -3,6 +3,7 @@
 from transformers.activations import ACT2FN
 
 from .compatibility import look_up
+from .config_errors import LoopedConfigError
 from .config_layers import LAYER_TYPES, SHARED_ROPE
 
 
@@ -62,9 +63,9 @@ def check_largest(config):
     )  # fmt: skip
     for name, most in largest.items():
         if (getattr(config, name) or 0) > most:
-            raise ValueError(f"{name} must be at most {most}, got {getattr(config, name)}")
+            raise LoopedConfigError(f"{name} must be at most {most}, got {getattr(config, name)}")
     if config.num_attention_heads * (config.head_dim or 0) > LARGEST_SIZE:
-        raise ValueError(
+        raise LoopedConfigError(
             f"num_attention_heads={config.num_attention_heads} times head_dim={config.head_dim} must be at most "
             f"{LARGEST_SIZE}"
         )

@@ -98,6 +98,7 @@ REFUSED = {
     "empty pattern": ({"window_pattern": ""}, ["window_pattern", "''", "S and L"]),
     "window of none alone": ({"sliding_window": 0}, ["sliding_window", "0", "at least 2"]),
     "window of none": ({"window_pattern": "SL", "sliding_window": 0}, ["sliding_window", "0"]),
+    "window of one": ({"window_pattern": "SL", "sliding_window": 1}, ["sliding_window=1", "at least 2"]),
     # combinations without a meaning
     **{
         f"{injection} from {state}": (
@@ -112,6 +113,7 @@ REFUSED = {
         {"injection_norm": True, "injection": "attention_all"},
         ["injection_norm", "injection='attention_all'", "residual_all", "False"],
     ),
+    "a norm without an injection": ({"injection_norm": True}, ["injection_norm", "injection='none'", "False"]),
     "a wide state without a map into it": (
         {"core_hidden_size": 40},
         ["core_hidden_size=40", "hidden_size=32", "injection to be 'concat' or 'diagonal'", "got 'none'"],
@@ -124,7 +126,34 @@ REFUSED = {
         {"core_num_attention_heads": 3, "num_key_value_heads": 2},
         ["core_num_attention_heads=3", "num_attention_heads=4", "num_key_value_heads=2"],
     ),
+    **{
+        f"a wide state beside {name}={value}": (
+            {
+                "core_hidden_size": 40,
+                "injection": "diagonal",
+                "state_init": "zeros",
+                "coda_input": "linear",
+                name: value,
+            },
+            ["core_hidden_size=40", "hidden_size=32", f"{name} to be", f"got {value!r}"],
+        )
+        for name, value in (
+            ("state_init", "embedding"),
+            ("inter_loop_norm", "shared"),
+            ("exit_gate", "normed"),
+            ("latent_loss", 0.1),
+            ("latent_anchor", 0.1),
+        )
+    },
     "no width of the core": ({"core_hidden_size": 0}, ["core_hidden_size", "0", "at least 1"]),
+    "no rank": ({"loop_lora_rank": 0}, ["loop_lora_rank", "0", "at least 1"]),
+    "no loops with keys": ({"num_key_value_loops": 0}, ["num_key_value_loops", "0", "at least 1"]),
+    "no interval of keys": ({"key_value_interval": 0}, ["key_value_interval", "0", "at least 1"]),
+    "more layers than any model": ({"num_core_layers": 10**5}, ["num_core_layers", "at most 10000", "100000"]),
+    "heads that are too wide together": (
+        {"num_attention_heads": 10**5, "head_dim": 10**5},
+        ["num_attention_heads=100000", "head_dim=100000", "at most 1000000000"],
+    ),
     "run depth, per loop": (
         {"residual_depth": "run", "loop_loss": "per_loop"},
         ["residual_depth='run'", "loop_loss='per_loop'", "terminal"],
@@ -162,6 +191,10 @@ REFUSED = {
     "learned alpha at its end": (
         {"readout_norm": "final_alpha", "readout_alpha": 1},
         ["readout_alpha=1", "sigmoid", "readout_alpha_learned=False"],
+    ),
+    "learned alpha at its beginning": (
+        {"readout_norm": "final_alpha", "readout_alpha": 0},
+        ["readout_alpha=0", "sigmoid", "readout_alpha_learned=False"],
     ),
     "no alphas": ({"num_readout_alphas": 0}, ["num_readout_alphas", "at least 1", "0"]),
     "negative anchor": ({"scale_anchor": -1.0}, ["scale_anchor", "not negative", "-1.0"]),
