@@ -18,6 +18,7 @@ from looped_recipes import sweep
 from looped_recipes.common.activation_memory import kept_of_token
 from looped_recipes.common.axis import written
 from looped_recipes.common.files import check_writable
+from looped_recipes.common.flops import sizes
 from looped_recipes.engine.optimizers import build_schedulers, set_learning_rates
 from looped_recipes.engine.sweep_runs import load_sweep
 from looped_recipes.engine.sweeps import optima
@@ -351,6 +352,19 @@ def test_operations_are_those_of_the_depths_that_are_drawn():
     assert costs["training FLOPs"] == pytest.approx(operations.tokens_per_step * sum(at_depth))
     for steps in (2, 5, 9, 50):
         assert operations.steps_within(operations.of_run(steps)) == steps
+    for depth, window in ((3, 8), (8, 3)):
+        recipe = load_recipe(RECIPES / "smoke/lt.yaml", [f"depth.backprop_loops={window}", f"model.num_loops={depth}"])
+        assert plan(recipe)["loops with gradients"] == 3
+    with_tables = load_recipe(
+        RECIPES / "smoke/lt.yaml", ["model.value_embeddings=true", *growing, "training.steps=10"]
+    )
+    operations = Operations(with_tables, with_tables.model_config())
+    more = 6 * sizes(operations.config).value_tables * operations.tokens_per_step * 10  # also while depths grow
+    assert operations.of_run(10, value_tables=True) - operations.of_run(10) == pytest.approx(more) != 0
+    half = [
+        load_recipe(RECIPES / "smoke/lt.yaml", ["depth.backprop_loops=half", f"model.num_loops={n}"]) for n in (4, 5)
+    ]
+    assert [recipe.backprop_loops(recipe.model_config()) for recipe in half] == [2, 3]  # rounded up
 
     for sampler, settings, drawn in (("poisson_lognormal", [], 5.0), ("poisson", ["depth.maximum=4"], 3.2)):
         recipe = load_recipe(RECIPES / "smoke/lt.yaml", [f"depth.sampler={sampler}", "depth.mean=4", *settings])
@@ -649,6 +663,8 @@ def test_a_sweep_is_run_once_drawn_and_summed_up(tmp_path, capsys):
         (["training.steps=many"], "training.steps must be int, got 'many'"),
         (["data.packing=tetris"], "one of concatenate, best_fit, got 'tetris'"),
         (["data.packing=best_fit", "data.stride=3"], "stride=3"),
+        (["data.stride=65"], "data.stride=65 is longer than data.sequence_length=64"),
+        (["data.expected_tokens=63"], "data.expected_tokens=63 do not fill one row of data.sequence_length=64"),
         (["data.document_masking=true", "data.document_tokens=none"], "document_tokens is 'none'"),
         (["data.start_token=<s>", "data.document_tokens=end"], "start_token='<s>' would begin documents"),
         (["depth.split=prefix"], "backprop_loops"),
@@ -670,8 +686,14 @@ def test_a_sweep_is_run_once_drawn_and_summed_up(tmp_path, capsys):
         (["training.tokens=.nan"], "training.tokens must be above 0 and finite, got nan"),
         (["optimizer.lr=-1e-3"], "optimizer.lr must be above 0 and finite, got -0.001"),
         (["optimizer.name=muon", "optimizer.muon_lr=-1"], "optimizer.muon_lr must be above 0 and finite, got -1"),
+        (["optimizer.lr=0"], "optimizer.lr must be above 0 and finite, got 0.0"),
+        (["optimizer.betas=[0.9, 1]"], r"betas must be two numbers from 0 to below 1, got \[0.9, 1.0\]"),
         (["optimizer.betas=[0.9]"], r"betas must be two numbers from 0 to below 1, got \[0.9\]"),
         (["evaluation.loops=[0, 2]"], r"depths of at least 1, got \[0, 2\]"),
+        (["evaluation.loops=[2, 2]"], r"different depths of at least 1, got \[2, 2\]"),
+        (["logging.trackers=[wandb, wandb]"], "name each once, got"),
+        (["training.taper_start=0.5", "training.taper_end=0.5"], "0 <= start < end <= 1, got 0.5 and 0.5"),
+        (["training.compile=cuda_graphs", "depth.per=sequence"], "needs passes of one shape, but .*'sequence'"),
         (["training.steps=["], "'\\[' is not YAML"),
         (["optimizer.decay_product=1e-5", "optimizer.weight_decay=0.1"], "not both"),
         (
@@ -692,6 +714,7 @@ def test_a_sweep_is_run_once_drawn_and_summed_up(tmp_path, capsys):
         ),
         (["model.num_loops=1000000000"], "model.num_loops must be at most 4096, got 1000000000"),
         (["data.source=''"], "data.source must not be empty"),
+        (['data.cache_dir="a\\nb"'], "data.cache_dir must be one line of printable characters"),
         (["training.steps=1:30"], "training.steps must be int, got '1:30'"),
         (
             ["training.output_dir=~nobody-of-this-name/x"],
@@ -796,6 +819,9 @@ def test_every_number_has_its_range():
         hints = typing.get_type_hints(section)
         numbers = {key for key, hint in hints.items() if {"int", "float"} & set(re.findall(r"\w+", str(hint)))}
         assert numbers == set(RANGES[name])
+    ends = ["training.seed=4294967295", "schedule.decay_fraction=1", "schedule.final_ratio=1", "schedule.name=wsd"]
+    ends = load_recipe(RECIPES / "smoke/base.yaml", ends)  # the ends of a range are inside
+    assert (ends.training.seed, ends.schedule.decay_fraction) == (2**32 - 1, 1)
 
 
 def test_yaml_that_says_a_thing_twice_or_not_at_all(tmp_path):

@@ -134,7 +134,7 @@ def check_relations(recipe):
     check_kernels(recipe)
     loops = recipe.evaluation.loops
     if loops is not None and (not loops or min(loops) < 1 or len(set(loops)) < len(loops)):
-        raise RecipeError(f"evaluation.loops must be depths of at least 1, got {loops}")
+        raise RecipeError(f"evaluation.loops must be different depths of at least 1, got {loops}")
     trackers = recipe.logging.trackers
     if len(set(trackers)) < len(trackers):
         raise RecipeError(f"logging.trackers must name each once, got {trackers}")
