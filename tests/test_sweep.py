@@ -16,6 +16,7 @@ from looped_recipes.engine import sweeps
 from looped_recipes.engine.sweep_runs import load_sweep
 from looped_recipes.engine.sweeps import charts_of, optima, outcome
 from looped_recipes.plan import main as plan_main
+from looped_recipes.settings import sweep_files
 from looped_recipes.settings.recipe import RecipeError
 from looped_recipes.sweep import run_sweep
 from tests.helpers_pretrain import smoke_settings
@@ -133,10 +134,27 @@ def test_the_same_settings_twice_are_refused(tmp_path):
             "plot: {x: model.injection, curve: model.num_loops}",
             "must be numbers above 0, got model.injection in .*: leave plot out, `looped report`",
         ),
+        (
+            "grid: {optimizer.lr: [1e-3], model.tie_word_embeddings: [true], model.num_loops: [1]}\n"
+            "plot: {x: model.tie_word_embeddings, curve: model.num_loops}",
+            "must be numbers above 0",
+        ),
+        (
+            "grid: {schedule.warmup_steps: [0, 4], model.num_loops: [1]}\n"
+            "plot: {x: schedule.warmup_steps, curve: model.num_loops}",
+            r"must be numbers above 0, got schedule.warmup_steps in \[0, 4\]",
+        ),
+        ("runs: [{name: results.svg}]", "the name 'results.svg' is of the sweep itself"),
+        ("runs: [{name: " + 51 * "🙂" + "}]", "is longer than 200 bytes"),
+        ("grid: {model.num_loops: [1]}\nruns: [{name: a}]", "one of grid and runs"),
+        ("set: {training.seed: 1}", "one of grid and runs"),
+        ("grid: [{training.seed: [1, 2]}, {model.num_loops: [1, 2]}]", "its grids hold more than 3 runs"),
+        ("runs: [{name: a}, {name: b}, {name: c}, {name: d}]", "more than 3 runs"),
         ("grid: [", "is not YAML"),
     ],
 )
-def test_what_is_no_sweep_is_said(tmp_path, text, message):
+def test_what_is_no_sweep_is_said(tmp_path, text, message, monkeypatch):
+    monkeypatch.setattr(sweep_files, "MOST_RUNS", 3)
     with pytest.raises(RecipeError, match=message):
         load_sweep(written(tmp_path, text))
 
@@ -144,6 +162,11 @@ def test_what_is_no_sweep_is_said(tmp_path, text, message):
 def test_an_override_of_what_is_swept_is_refused(tmp_path):
     with pytest.raises(RecipeError, match="'model.num_loops=4' would overrule what the runs"):
         load_sweep(written(tmp_path, "grid: {model.num_loops: [1, 2]}"), ["model.num_loops=4"])
+    in_some = "set: {optimizer.lr: 1e-3}\nruns: [{name: a}, {name: 2e-3, optimizer.lr: 2e-3}]"
+    runs = load_sweep(written(tmp_path, in_some))
+    assert {run.name: run.recipe.optimizer.lr for run in runs} == {"a": 1e-3, "2e-3": 2e-3}
+    (run,) = load_sweep(written(tmp_path, "grid: {optimizer.lr: [2e-3]}"))
+    assert run.settings["optimizer.lr"] == 2e-3
 
 
 def test_a_path_among_the_settings_is_one_word_of_a_name(tmp_path):
@@ -317,6 +340,11 @@ def test_settings_that_change_together_are_one_axis():
         "the loss changes by +1.0000 [+1.0000, +1.0000] over 2 seeds."
     ]
     assert Replicas(first).sentences() == ["Loss 3.0000 [3.0000, 3.0000] over 2 seeds."]
+    again = Replicas([*first, first[1]._replace(name="again", loss=9.0)])  # the first run of a seed counts
+    assert again.sentences() == [
+        "Loss 3.0000 [3.0000, 3.0000] over 2 seeds.",
+        "Left out, with the settings and seed of an earlier run: again (as 0).",
+    ]
     of_another_seed = Outcome("c", {**settings[1], "training.seed": 2}, 3.0)
     (said,) = Replicas([*first, of_another_seed]).sentences()
     assert said.endswith(": no two runs of one seed differ in this alone.")
@@ -422,6 +450,7 @@ def test_runs_that_are_trained_once_count_for_both_settings(tmp_path, capsys):
 REFUSED = """
 import sys
 from looped_recipes import sweep
+from looped_recipes.settings import sweep_files
 from looped_recipes.settings.recipe import RecipeError
 
 try:
