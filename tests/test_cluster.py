@@ -115,6 +115,9 @@ def test_what_can_not_be_planned():
     recipe = load_recipe(RECIPES / "parcae" / "xlarge.yaml")
     with pytest.raises(RecipeError, match="rows_per_step=256 is not a multiple of --gpus 60"):
         on_cluster(recipe, Cluster(60))
+    for option, value, said in (("--mfu", "40", "write 40 % as 0.4"), ("--memory", "80", "less than a GiB")):
+        with pytest.raises(RecipeError, match=f"{option} {value} is .*{said}"):
+            main([str(RECIPES / "parcae" / "xlarge.yaml"), "--gpus", "64", option, value])
     with pytest.raises(RecipeError, match="plans one run, and .* is a sweep"):
         main([str(RECIPES / "readout" / "44m.sweep.yaml"), "--gpus", "64"])
 

@@ -30,6 +30,7 @@ from looped_eval.harness.command import as_lm_eval_spells
 from looped_eval.readout_table import options as options_of_readout_table
 from looped_recipes import convert
 from looped_recipes.common import command_line, console, provenance
+from looped_recipes.common.cluster import muon_shapes
 from looped_recipes.common.command_line import TRACEBACK, Depths, Parser, device_of, run_command
 from looped_recipes.common.files import write_whole
 from looped_recipes.engine.ending import ending
@@ -509,6 +510,12 @@ def test_estimates_say_what_they_assume():
     shown = estimates(recipe, 1e15)
     assert "40% of" in shown["time here"] and shown["time on one H100"] == "3 seconds, at 40% of 989 TFLOP/s"
     assert memory(recipe, recipe.model_config())["weights"] == 4 * plan(recipe)["parameters"]
+    for name, tied in (("muon", "true"), ("normuon", "false")):
+        recipe = load_recipe("own_text/looped.yaml", [f"optimizer.name={name}", f"model.tie_word_embeddings={tied}"])
+        config = recipe.model_config()
+        with_one = sum(rows * columns for rows, columns in muon_shapes(config))
+        moments = 2 * plan(recipe)["parameters"] - with_one
+        assert memory(recipe, config)["optimizer"] == pytest.approx(4 * moments, rel=0.01), name
 
 
 def test_a_plain_model_takes_as_many_operations_as_the_looped_one():
