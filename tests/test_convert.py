@@ -92,6 +92,8 @@ def test_one_loop_is_a_llama(tmp_path):
     save_public(model, tmp_path / "llama", "llama")
     llama = LlamaForCausalLM.from_pretrained(tmp_path / "llama")
     torch.testing.assert_close(llama(IDS).logits, model(IDS).logits, rtol=0, atol=1e-5)
+    with pytest.raises(ValueError, match="inter_loop_norm='shared'"):  # which has a place between two loops
+        save_public(tiny_model(num_loops=2, inter_loop_norm="shared"), tmp_path / "two", "llama", unroll=True)
 
 
 @pytest.mark.parametrize("between", ["none", "shared"])

@@ -219,17 +219,19 @@ def test_tied_layers_are_those_of_the_dense_model(core_init, layers):
     assert torch.equal(logits(model), logits(with_layers(dense, [0, *layers, *layers, 5])))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_tied_layers_are_means(dtype):
-    dense = dense_model().to(dtype)
-    model = looped(dense, core_init="average", num_loops=2, num_prelude_layers=1, num_coda_layers=1)
+@pytest.mark.parametrize(
+    ("dtype", "places"), [(torch.float32, [(1, 3), (2, 4)]), (torch.bfloat16, [(1, 2, 3, 4)])], ids=str
+)
+def test_tied_layers_are_means(dtype, places):
+    dense, num_loops = dense_model().to(dtype), len(places[0])
+    model = looped(dense, core_init="average", num_loops=num_loops, num_prelude_layers=1, num_coda_layers=1)
     assert model.dtype == dtype
-    for place, (first, second) in enumerate([(1, 3), (2, 4)]):
+    for place, layers in enumerate(places):
         tied = model.model.core[place].state_dict()
-        pairs = [dense.model.layers[layer].state_dict() for layer in (first, second)]
-        assert tied.keys() == pairs[0].keys()
+        states = [dense.model.layers[layer].state_dict() for layer in layers]
+        assert tied.keys() == states[0].keys()
         for name, tensor in tied.items():
-            mean = torch.stack([pair[name].float() for pair in pairs]).mean(0)
+            mean = torch.stack([state[name].float() for state in states]).mean(0)
             assert torch.equal(tensor, mean.to(dtype)), name
 
 

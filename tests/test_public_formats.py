@@ -2,6 +2,7 @@
 
 import json
 import os
+from types import SimpleNamespace
 from typing import get_args
 
 import pytest
@@ -226,6 +227,38 @@ def test_presets_of_published_systems_fit_their_layouts():
         assert public_config(LAYOUTS[name], config)
 
 
+def test_what_configs_leave_out():
+    """Llama's defaults are those of transformers; Parcae's vocabulary is padded; rotary positions have the base of the
+    public code."""
+    sizes = {"vocab_size": 47, "hidden_size": 32, "intermediate_size": 40, "num_attention_heads": 4}
+    config, heads = {**sizes, "num_hidden_layers": 2, "max_position_embeddings": 64}, {"num_key_value_heads": 4}
+    wanted, looped = transformers.LlamaConfig(**config), LAYOUTS["llama"].read_config(config)
+    names = "hidden_act rms_norm_eps initializer_range attention_dropout tie_word_embeddings use_cache"
+    assert looped.items() >= {**heads, **{name: getattr(wanted, name) for name in names.split()}}.items()
+    assert looped["rope_parameters"]["rope_theta"] == wanted.rope_parameters["rope_theta"]
+    config = public.parcae(vocab_size=65)[0]
+    del config["padded_vocab_size"], config["rope_settings"]
+    for strategy, scale in (("scaled-geiping", 1.0), ("takase", 48**0.5)):
+        looped = LAYOUTS["parcae"].read_config({**config, "init_strategy": strategy})
+        assert (looped["vocab_size"], looped["embedding_scale"]) == (128, scale)
+        assert looped["rope_parameters"]["rope_theta"] == 50000
+    config = public.huginn()[0]
+    del config["rope_base"]
+    assert LAYOUTS["huginn"].read_config(config)["rope_parameters"]["rope_theta"] == 50000
+    config = public.huginn(is_retrofitted=True, max_position_embeddings=96)[0]
+    assert LAYOUTS["retrofitted"].read_config(config)["max_position_embeddings"] == 96
+
+
+@pytest.mark.parametrize("num_loops", [3, 5])
+@pytest.mark.parametrize("core", [1, 3])
+def test_value_gates_are_written_where_they_are_read(core, num_loops):
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 64, "num_attention_heads": 2}
+    layers = {"num_prelude_layers": 1, "num_core_layers": core, "num_coda_layers": 1}
+    config = LoopedConfig.from_preset("parcae", **sizes, **layers, num_loops=num_loops)
+    read = LAYOUTS["parcae"].read_config(public_config(LAYOUTS["parcae"], config))
+    assert read["num_loops"] == num_loops and read.items() >= {**sizes, **layers}.items()
+
+
 # Generation
 
 
@@ -239,6 +272,10 @@ def test_a_saved_threshold_is_an_exit(tmp_path):
     save_public(again, tmp_path / "back", "ouro")
     assert json.loads((tmp_path / "back" / "config.json").read_text())["early_exit_threshold"] == 0.7
     assert "exit" not in (tmp_path / "back" / "generation_config.json").read_text()
+    torch.testing.assert_close(again.double()(IDS).logits, public.ouro_logits(config, tensors, IDS), rtol=0, atol=2e-5)
+    words = {}
+    LAYOUTS["ouro"].write_generation(words, SimpleNamespace(exit_criterion="max_prob", exit_threshold=0.7))
+    assert not words  # the threshold of another rule
 
 
 def test_tokens_that_end_a_text(tmp_path):
@@ -255,6 +292,10 @@ def test_tokens_that_end_a_text(tmp_path):
     model = LoopedForCausalLM.from_pretrained(folder)
     assert model.config.eos_token_id == model.generation_config.eos_token_id == tokenizer.eos_token_id
     assert model.config.pad_token_id == tokenizer.pad_token_id
+    tokenizer.add_tokens([f"<{i}>" for i in range(47)])
+    tokenizer.add_special_tokens({"pad_token": "<beyond the embedding>"})
+    tokenizer.save_pretrained(folder)
+    assert LoopedForCausalLM.from_pretrained(folder).config.pad_token_id is None
 
 
 def test_auto_classes_on_request(tmp_path):
@@ -382,6 +423,7 @@ def test_noise_to_start_from_while_generating(tmp_path):
         ("ouro", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
         ("ouro", {"hidden_size": None}, "hidden_size"),
         ("nanbeige", {"qk_layernorm": True}, "qk_layernorm=True"),
+        ("nanbeige", {"head_dim": 8, "kv_channels": 12}, "'head_dim': 8, 'kv_channels': 12} must be equal"),
         ("nanbeige", {"attention_bias": True}, "attention_bias=True"),
         ("nanbeige", {"loop_middle_layers": 2}, "loop_middle_layers=2"),
         ("nanbeige", {"insert_ngram_layer_idx": [1]}, "insert_ngram_layer_idx"),
