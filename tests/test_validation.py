@@ -147,8 +147,6 @@ REFUSED = {
     },
     "no width of the core": ({"core_hidden_size": 0}, ["core_hidden_size", "0", "at least 1"]),
     "no rank": ({"loop_lora_rank": 0}, ["loop_lora_rank", "0", "at least 1"]),
-    "no loops with keys": ({"num_key_value_loops": 0}, ["num_key_value_loops", "0", "at least 1"]),
-    "no interval of keys": ({"key_value_interval": 0}, ["key_value_interval", "0", "at least 1"]),
     "more layers than any model": ({"num_core_layers": 10**5}, ["num_core_layers", "at most 10000", "100000"]),
     "heads that are too wide together": (
         {"num_attention_heads": 10**5, "head_dim": 10**5},
