@@ -7,7 +7,7 @@ memory; otherwise the time to read it from the disk.
 import json
 import logging
 from collections.abc import Iterable, Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import xxhash
 
@@ -77,10 +77,15 @@ def seal_of(content: dict) -> str:
 # Folders with a list of checksums
 
 
+def names_in(folder: Path) -> set[str]:
+    """Return the names, relative to a folder, of all files and folders in it, at any depth."""
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*")}
+
+
 def write_checksums(folder: str | Path, names: Iterable[str] | None = None):
-    """Write the list of checksums of these files, by default all in the folder."""
+    """Write the list of checksums of these files, by default all in the folder and in folders in it."""
     if names is None:
-        names = sorted(path.name for path in Path(folder).iterdir())
+        names = sorted(names_in(Path(folder)))
     files = {name: checksum(Path(folder) / name) for name in names if name != LIST and (Path(folder) / name).is_file()}
     sizes = {name: (Path(folder) / name).stat().st_size for name in files}
     write_whole(Path(folder) / LIST, sealed({"files": sizes, "checksums": files}))
@@ -127,7 +132,9 @@ def change_of_folder(folder: Path) -> str | None:
     if not (folder / LIST).is_file():
         return f"it has no {LIST}"
     try:
-        added = {path.name for path in folder.iterdir()} - read_sealed(folder / LIST)["files"].keys() - {LIST}
+        listed = read_sealed(folder / LIST)["files"].keys()
+        folders = {parent.as_posix() for name in listed for parent in PurePosixPath(name).parents}
+        added = names_in(folder) - listed - folders - {LIST}
         return f"{min(added)} was added" if added else next((changed for _, changed in changes_of(folder)), None)
     except (ValueError, KeyError, OSError, AttributeError) as error:
         return f"{LIST} is damaged ({error})"

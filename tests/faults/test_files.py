@@ -30,7 +30,7 @@ from looped_recipes.engine.checkpoint import (
     save_checkpoint,
     training_state,
 )
-from looped_recipes.engine.export import export_model
+from looped_recipes.engine.export import change_of_export, export_model
 from looped_recipes.engine.publish import without_places
 from looped_recipes.engine.resume import comparable, refuse_lost_run
 from looped_recipes.engine.saving import CheckpointError
@@ -284,6 +284,20 @@ def test_a_model_that_was_changed_is_kept_when_the_run_writes_its_own(runs):
     assert "step" in (final / "README.md").read_text()
     last, before = (load_file(run / name / "model.safetensors") for name in ("final", "final.changed-2"))
     assert not torch.equal(last["lm_head.weight"], before["lm_head.weight"])
+
+
+def test_files_in_folders_of_an_export_are_its_own(tmp_path):
+    """As several chat templates of a tokenizer."""
+    model, tokenizer, out = tiny_model(), tiny_tokenizer(), tmp_path / "final"
+    tokenizer.chat_template = {"default": "a", "tool_use": "b"}
+    export_model(out, model, tokenizer)
+    template = out / "additional_chat_templates" / "tool_use.jinja"
+    assert template.read_text() == "b" and change_of_export(out) is None
+    (template.parent / "mine.jinja").write_text("c")
+    assert change_of_export(out) == "additional_chat_templates/mine.jinja was added"
+    (template.parent / "mine.jinja").unlink()
+    template.write_text("bb")
+    assert change_of_export(out) == "tool_use.jinja has 2 bytes, but 1 were written"
 
 
 def test_a_bad_line_of_metrics_costs_that_line(runs, tmp_path, capsys):
