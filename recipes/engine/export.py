@@ -95,15 +95,15 @@ def write_export(path: Path, model: nn.Module, state: dict, tokenizer, readme):
         with contextlib.suppress(OSError):
             remove(temporary)
         raise
-    if holds_model(path, temporary):
+    changed, same_weights = change_of_export(path), weights_of(path) == weights_of(temporary)
+    if changed is not None and same_weights and is_only_edited(path):
         renew_checksum(path, GENERATION_CONFIG_NAME)  # it may have been given exits
         remove(temporary)
         return
-    changed = change_of_export(path)
     if changed is not None:
         replaced = next(name for n in count(1) if not (name := path.with_name(f"{path.name}.changed-{n}")).exists())
         print(f"{path} is not as it was exported ({changed}): it is kept as {replaced}, and exported again")
-    if stored(path, ".safetensors") == stored(temporary, ".safetensors") and (path / GENERATION_CONFIG_NAME).is_file():
+    if same_weights and (path / GENERATION_CONFIG_NAME).is_file():
         # it may contain exit settings that `looped halting --write` found for the same weights
         shutil.copyfile(path / GENERATION_CONFIG_NAME, temporary / GENERATION_CONFIG_NAME)
         renew_checksum(temporary, GENERATION_CONFIG_NAME)
@@ -148,21 +148,15 @@ def change_of_export(path: Path) -> str | None:
     return change_of_folder(path) if path.is_dir() and any(path.iterdir()) else None
 
 
-def holds_model(path: Path, other: Path) -> bool:
-    """Return whether the export at `path` was that of the same model as `other` and is whole, apart from what its
-    user has edited or added."""
-    model = stored(path, ".safetensors", "/config.json")
-    return (
-        model is not None
-        and model == stored(other, ".safetensors", "/config.json")
-        and all(is_edit(path, name) for name, _ in changes_of(path))
-    )
+def is_only_edited(path: Path) -> bool:
+    """Return whether a changed export is whole, apart from what its user has edited or added."""
+    return all(is_edit(path, name) for name, _ in changes_of(path))
 
 
-def stored(folder: Path, *endings: str) -> dict[str, str] | None:
-    """Return the stored checksums of a saved model's files with these endings; None if there are none."""
+def weights_of(folder: Path) -> dict[str, str] | None:
+    """Return the stored checksums of a saved model's weights; None if there are none."""
     try:
         checksums = read_sealed(folder / LIST)["checksums"]
-        return {name: checksum for name, checksum in checksums.items() if f"/{name}".endswith(endings)} or None
+        return {name: checksum for name, checksum in checksums.items() if name.endswith(".safetensors")} or None
     except (OSError, ValueError, KeyError):
         return None

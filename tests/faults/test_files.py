@@ -300,6 +300,19 @@ def test_files_in_folders_of_an_export_are_its_own(tmp_path):
     assert change_of_export(out) == "tool_use.jinja has 2 bytes, but 1 were written"
 
 
+def test_an_export_of_the_same_weights_is_renewed_where_nobody_has_edited_it(tmp_path, monkeypatch):
+    model, tokenizer, out = tiny_model(), tiny_tokenizer(), tmp_path / "final"
+    tokenizer.chat_template = "a template"
+    export_model(out, model, tokenizer, readme="a card")
+    tokenizer.chat_template = "another"
+    export_model(out, model, tokenizer, readme="another card")
+    assert [(out / name).read_text() for name in ("README.md", "chat_template.jinja")] == ["another card", "another"]
+    (out / "README.md").write_text("mine")
+    monkeypatch.setattr("transformers.configuration_utils.__version__", "99.0")  # which config.json names
+    export_model(out, model, tokenizer, readme="another card")
+    assert (out / "README.md").read_text() == "mine" and os.listdir(tmp_path) == ["final"]
+
+
 def test_a_bad_line_of_metrics_costs_that_line(runs, tmp_path, capsys):
     lines = (runs.whole / "run" / "metrics.jsonl").read_bytes().splitlines()
     for bad in (b"{", b"\xff\xfe", b"7", b'{"loss": 1.0}', b"null"):
