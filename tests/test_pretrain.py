@@ -19,14 +19,16 @@ import yaml
 from accelerate.state import AcceleratorState, PartialState
 from huggingface_hub import ModelCard
 from huggingface_hub.errors import LocalTokenNotFoundError
+from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file
 from tqdm import tqdm
 from transformers import AutoTokenizer
 
 from looped_eval.common.model_folder import results_folder
 from looped_recipes import export
-from looped_recipes.common.checksums import read_sealed, sealed
+from looped_recipes.common.checksums import read_sealed, sealed, write_checksums
 from looped_recipes.common.errors import CommandError
+from looped_recipes.common.files import write_whole
 from looped_recipes.common.hardware import known_rate
 from looped_recipes.common.metrics import read_metrics
 from looped_recipes.data.packing import PackedRows
@@ -270,11 +272,14 @@ class Hub:
         if self.fails == "create":
             raise LocalTokenNotFoundError("Token is required, but no token found")
 
-    def upload_folder(self, repo_id, folder_path):
+    def upload_folder(self, repo_id, folder_path, allow_patterns):
         self.calls.append(("upload", repo_id))
         if self.fails == "upload":
             raise ConnectionError("the network is down")
-        shutil.copytree(folder_path, self.folder)
+        files = [path.relative_to(folder_path) for path in Path(folder_path).rglob("*") if path.is_file()]
+        for file in filter_repo_objects(files, allow_patterns=allow_patterns):
+            (self.folder / file).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(Path(folder_path) / file, self.folder / file)
         return f"https://hub/{repo_id}"
 
 
@@ -305,6 +310,19 @@ def test_a_model_is_pushed_with_its_card(training_text, tmp_path, monkeypatch, c
         assert row in card.text
     recipe = yaml.safe_load(card.text.split("```yaml")[1].split("```")[0])
     assert recipe["model"]["preset"] == "ouro" and recipe["training"]["steps"] == 2
+
+
+def test_what_a_user_has_added_to_a_model_is_not_pushed(tmp_path, monkeypatch):
+    final, hub = tmp_path / "final", Hub(tmp_path / "hub")
+    monkeypatch.setattr(publish, "HfApi", hub)
+    for name in ("model.safetensors", "templates/tool_use.jinja", "[ab].json"):
+        write_whole(final / name, "ours")
+    write_checksums(final)
+    exported = {path.relative_to(final) for path in final.rglob("*")}
+    for name in ("notes.txt", "notes/model.safetensors", "templates/private.jinja", "a.json"):
+        write_whole(final / name, "private")
+    publish.push(final, "someone/model")
+    assert {path.relative_to(hub.folder) for path in hub.folder.rglob("*")} == exported
 
 
 def test_a_hub_that_refuses_is_found_before_training_and_loses_nothing_after(training_text, tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """The model card of a run, and pushing its folder to the Hub."""
 
+import glob
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import yaml
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError
 
-from looped_recipes.common.checksums import check_folder
+from looped_recipes.common.checksums import LIST, check_folder, read_sealed
 from looped_recipes.common.errors import CommandError
 from looped_recipes.common.flops import sizes
 from looped_recipes.common.metrics import last_validation, read_metrics
@@ -110,12 +111,18 @@ def create_repository(name: str):
 
 
 def push(folder: str | Path, name: str) -> str:
-    """Upload an exported folder, and return its address."""
+    """Upload the files of an exported folder, not what its user has added there, and return the address."""
     check_folder(folder)
+    names = (LIST, *read_sealed(Path(folder) / LIST)["files"])
     with errors_of_the_hub(
-        f"could not push {folder} to {name!r}", f"the model is whole there; try `hf upload {name} {folder}`"
+        f"could not push {folder} to {name!r}",
+        f"the model is whole there; try `hf upload {name} {folder}`, which uploads all that is in the folder",
     ):
-        return str(HfApi().upload_folder(repo_id=name, folder_path=str(folder)))
+        return str(
+            HfApi().upload_folder(
+                repo_id=name, folder_path=str(folder), allow_patterns=[glob.escape(file) for file in names]
+            )
+        )
 
 
 @contextmanager
