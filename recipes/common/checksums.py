@@ -16,7 +16,8 @@ from .files import write_whole
 
 LIST = "checksums.json"  # in the same folder as the files
 SEAL = "checksum"  # key, in a JSON object, of the object's checksum
-SETTINGS = ("config.json", "generation_config.json", "tokenizer_config.json")  # files of a saved model that users edit
+# files of a saved model that users edit
+SETTINGS = ("config.json", "generation_config.json", "tokenizer_config.json", "chat_template.jinja")
 UNCHECKED = (".py", ".md")  # code and the model card: listed, but a model is also taken with others
 BLOCK = 2**20
 

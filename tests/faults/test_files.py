@@ -307,10 +307,12 @@ def test_an_export_of_the_same_weights_is_renewed_where_nobody_has_edited_it(tmp
     tokenizer.chat_template = "another"
     export_model(out, model, tokenizer, readme="another card")
     assert [(out / name).read_text() for name in ("README.md", "chat_template.jinja")] == ["another card", "another"]
-    (out / "README.md").write_text("mine")
+    for name in ("README.md", "chat_template.jinja"):
+        (out / name).write_text("mine")
     monkeypatch.setattr("transformers.configuration_utils.__version__", "99.0")  # which config.json names
     export_model(out, model, tokenizer, readme="another card")
-    assert (out / "README.md").read_text() == "mine" and os.listdir(tmp_path) == ["final"]
+    assert [(out / name).read_text() for name in ("README.md", "chat_template.jinja")] == ["mine", "mine"]
+    assert os.listdir(tmp_path) == ["final"]
 
 
 def test_a_bad_line_of_metrics_costs_that_line(runs, tmp_path, capsys):
