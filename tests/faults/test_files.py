@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+import xxhash
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
@@ -21,7 +22,7 @@ from looped_eval.common.model_folder import model_folder
 from looped_recipes import export
 from looped_recipes.common import checksums
 from looped_recipes.common.files import append_line, remove_leftovers, write_whole
-from looped_recipes.common.metrics import DIVERGED, read_metrics
+from looped_recipes.common.metrics import DIVERGED, MetricsLog, read_metrics
 from looped_recipes.data import shards
 from looped_recipes.engine.checkpoint import (
     MARKER,
@@ -343,9 +344,37 @@ def test_leftovers_go(tmp_path):
         (tmp_path / name).mkdir()
         (tmp_path / name / "x").write_text("")
     (tmp_path / "metrics.jsonl.77.tmp").write_text("")
-    (tmp_path / "kept").write_text("")
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / "x").write_text("")
+    (tmp_path / "linked.tmp").symlink_to(tmp_path / "kept")
     remove_leftovers(tmp_path)
-    assert os.listdir(tmp_path) == ["kept"]
+    assert os.listdir(tmp_path) == ["kept"] and os.listdir(tmp_path / "kept") == ["x"]
+
+
+def test_a_file_is_what_was_written_if_its_size_and_all_its_bytes_are(tmp_path):
+    path, content = tmp_path / "a.bin", bytes(range(256)) * 4096 + b"beyond a block"
+    path.write_bytes(content)
+    size, digest = len(content), xxhash.xxh3_64_hexdigest(content)
+    assert checksums.checksum(path) == digest and checksums.difference(path, size, digest) is None
+    path.write_bytes(content[:-1] + b"!")
+    assert "a.bin has the checksum" in checksums.difference(path, size, digest)
+    append_line(path, "")
+    assert checksums.difference(path, size, None) == f"a.bin has {size + 1} bytes, but {size} were written"
+    path.write_text(checksums.sealed({"step": "three"}).replace("three", "seven"))
+    with pytest.raises(checksums.Damaged, match="another checksum"):
+        checksums.read_sealed(path)
+
+
+def test_records_of_steps_that_are_run_again_are_dropped(tmp_path):
+    """With the checksums of the run that was finished, which are of other metrics."""
+    path, saved = tmp_path / "metrics.jsonl", tmp_path / "saved.jsonl"
+    for step in range(5):
+        append_line(path, json.dumps({"step": step}))
+    shutil.copy(path, saved)
+    checksums.write_checksums(tmp_path, ["metrics.jsonl"])
+    MetricsLog(path, None).start(3, saved)
+    assert [record["step"] for record in read_metrics(path)] == [0, 1, 2]
+    assert not (tmp_path / checksums.LIST).exists()
 
 
 # What has its name is on the disk
