@@ -122,6 +122,7 @@ def test_tokens_for_a_smaller_error():
     nats = torch.randn(1, 100, generator=draw, dtype=torch.float64) + 9
     one = RowScores(nats, nats, torch.full((100,), 7.0), torch.full((100,), 3.0))
     error = one.bits_per_byte_error().item()
+    assert error == pytest.approx(statistics.stdev(nats[0].tolist()) / 10 / 3 / math.log(2))  # rows of one size
     assert one.tokens_for(error / 2) == pytest.approx(4 * 700, abs=1)
 
 
