@@ -90,7 +90,9 @@ def test_a_foreign_argument_is_answered_with_ours(name):
         model.generate(IDS, generation_config=config)
 
 
-@pytest.mark.parametrize("name", ["n_layerz", "rope_bases", "nb_loop", "total_ut_step", "droput", "max_seq_lenght"])
+@pytest.mark.parametrize(
+    "name", ["n_layerz", "rope_bases", "nb_loop", "total_ut_step", "droput", "max_seq_lenght", "N_LAYER"]
+)
 def test_a_misspelt_foreign_field_is_answered_too(name):
     with pytest.raises(ValueError, match=f"no field `{name}`; did you mean"):
         tiny_config(**{name: 3})
