@@ -44,6 +44,7 @@ LONG = Trained(
     frequencies=3.400,
 )
 LONG_REST = LONG._replace(source="claims/table_2_rest")
+LONG_G = LONG._replace(source="claims/appendix_g")
 SYSTEMS = ("terminal_rmsnorm", "terminal_raw", "per_loop_rmsnorm", "per_loop_raw", "per_loop_penalty")
 ADDED = ("per_loop_final_only", "terminal_penalty", "exit_weighted", "damping")  # added later: earlier seeds lack them
 PAPER_NORMS = dict(zip(SYSTEMS + ADDED, (5674, 15, 39207, 44, 17, 57, 21, 6470, 2432)))  # table 2, appendix G, 44M
@@ -341,9 +342,9 @@ READOUT = Paper(
         *about_four(LONG),
         *about_others(LONG_REST),
         *of_halting(LONG_REST),
-        *about_appendix_g(SHORT),
+        *about_appendix_g(LONG_G),
         *of_the_far_loops(SHORT),
-        of_a_norm_between_loops(SHORT),
+        of_a_norm_between_loops(LONG_G),
         Beyond(
             "table 7",
             "at 1.4B a raw readout answers as many questions of nine tasks, and is surer of the answers: loss of "
