@@ -125,8 +125,7 @@ def sampling_claims() -> list[Claim]:
     )
 
     def claim(where: str, says: str, number: str, read, rule, absent: str = "") -> Claim:
-        without = "" if absent else unused
-        return Claim(where, says, number, SAMPLING, "claims/sampling", read, rule, without=without, absent=absent)
+        return Claim(where, says, number, SAMPLING, "claims/sampling", read, rule, without=unused, absent=absent)
 
     return [
         *(

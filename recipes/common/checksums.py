@@ -102,28 +102,30 @@ def renew_checksum(folder: str | Path, name: str):
         write_whole(folder / LIST, sealed(listed))
 
 
+def listed_in(folder: Path) -> dict[str, tuple[int, str]]:
+    """Return {name: (size, checksum)} of the files in the list of a folder. Raise Damaged if the list is damaged."""
+    try:
+        listed = read_sealed(folder / LIST)
+        return {name: (size, listed["checksums"][name]) for name, size in listed["files"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise Damaged(f"{LIST} is damaged ({error})") from error
+
+
 def change_of(path: Path) -> str | None:
     """Describe how a file differs from its entry in the list of its folder; None if it does not, or is not listed."""
     if not (path.parent / LIST).is_file():
         return None
     try:
-        listed = read_sealed(path.parent / LIST)
-        files = [(listed["files"][name], listed["checksums"][name]) for name in listed["files"] if name == path.name]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        return f"{LIST} is damaged ({error})"
-    return difference(path, *files[0]) if files else None
+        found = listed_in(path.parent).get(path.name)
+    except Damaged as error:
+        return str(error)
+    return difference(path, *found) if found else None
 
 
 def changes_of(folder: Path) -> Iterator[tuple[str, str]]:
-    """Yield the name of each listed file that differs from what was saved, and a description. Raise Damaged if the
-    list is damaged."""
-    try:
-        listed = read_sealed(folder / LIST)
-        files = [(name, size, listed["checksums"][name]) for name, size in listed["files"].items()]
-    except (ValueError, KeyError, OSError, AttributeError) as error:
-        raise Damaged(f"{folder / LIST} is damaged ({error})") from error
-    for name, size, expected in files:
-        changed = difference(folder / name, size, expected)
+    """Yield the name of each listed file that differs from what was saved, and a description."""
+    for name, saved in listed_in(folder).items():
+        changed = difference(folder / name, *saved)
         if changed is not None:
             yield name, changed
 
@@ -133,12 +135,12 @@ def change_of_folder(folder: Path) -> str | None:
     if not (folder / LIST).is_file():
         return f"it has no {LIST}"
     try:
-        listed = read_sealed(folder / LIST)["files"].keys()
-        folders = {parent.as_posix() for name in listed for parent in PurePosixPath(name).parents}
-        added = names_in(folder) - listed - folders - {LIST}
-        return f"{min(added)} was added" if added else next((changed for _, changed in changes_of(folder)), None)
-    except (ValueError, KeyError, OSError, AttributeError) as error:
-        return f"{LIST} is damaged ({error})"
+        listed = listed_in(folder).keys()
+    except Damaged as error:
+        return str(error)
+    folders = {parent.as_posix() for name in listed for parent in PurePosixPath(name).parents}
+    added = names_in(folder) - listed - folders - {LIST}
+    return f"{min(added)} was added" if added else next((changed for _, changed in changes_of(folder)), None)
 
 
 def is_edit(folder: Path, name: str) -> bool:
@@ -158,10 +160,13 @@ def check_folder(folder: str | Path):
         return
     advice = f"if you changed it on purpose, remove {folder / LIST}, else save or copy that folder again"
     try:
-        changes = [(name, changed) for name, changed in changes_of(folder) if Path(name).suffix not in UNCHECKED]
+        listed = listed_in(folder)
     except Damaged as error:
-        raise Damaged(f"{error}: {advice}") from error
-    for name, changed in changes:
+        raise Damaged(f"{folder}/{error}: {advice}") from error
+    for name in (name for name in listed if Path(name).suffix not in UNCHECKED):
+        changed = difference(folder / name, *listed[name])
+        if changed is None:
+            continue
         if is_edit(folder, name):
             logging.getLogger(__name__).warning("%s: %s; %s", folder, changed, advice)
         else:

@@ -15,11 +15,11 @@ from transformers import AutoTokenizer, GenerationConfig
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from looped_recipes.common.checksums import (
-    LIST,
+    Damaged,
     change_of_folder,
     changes_of,
     is_edit,
-    read_sealed,
+    listed_in,
     renew_checksum,
     write_checksums,
 )
@@ -156,7 +156,6 @@ def is_only_edited(path: Path) -> bool:
 def weights_of(folder: Path) -> dict[str, str] | None:
     """Return the stored checksums of a saved model's weights; None if there are none."""
     try:
-        checksums = read_sealed(folder / LIST)["checksums"]
-        return {name: checksum for name, checksum in checksums.items() if name.endswith(".safetensors")} or None
-    except (OSError, ValueError, KeyError):
+        return {name: saved for name, (_, saved) in listed_in(folder).items() if name.endswith(".safetensors")} or None
+    except Damaged:
         return None

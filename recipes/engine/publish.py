@@ -8,7 +8,7 @@ import yaml
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError
 
-from looped_recipes.common.checksums import LIST, check_folder, read_sealed
+from looped_recipes.common.checksums import LIST, check_folder, listed_in
 from looped_recipes.common.errors import CommandError
 from looped_recipes.common.flops import sizes
 from looped_recipes.common.metrics import last_validation, read_metrics
@@ -113,7 +113,7 @@ def create_repository(name: str):
 def push(folder: str | Path, name: str) -> str:
     """Upload the files of an exported folder, not what its user has added there, and return the address."""
     check_folder(folder)
-    names = (LIST, *read_sealed(Path(folder) / LIST)["files"])
+    names = (LIST, *listed_in(Path(folder)))
     with errors_of_the_hub(
         f"could not push {folder} to {name!r}",
         f"the model is whole there; try `hf upload {name} {folder}`, which uploads all that is in the folder",
