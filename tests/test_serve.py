@@ -161,6 +161,13 @@ def test_conversations(served):
         ({"logit_bias": {"a": 5}}, "logit_bias=.* must have numbers of tokens as names"),
         ({"logit_bias": {"3": "much"}}, "logit_bias=.* and numbers as values"),
         ({"logit_bias": {"3": 1e39}}, "logit_bias=.* from -100 to 100"),
+        ({"logit_bias": {"30": 1}}, "vocabulary size is 30, but the following tokens were being biased: .30."),
+        ({"logit_bias": {"99999999999999999999": 1}}, "vocabulary size is 30, but .* biased: .99999999999999999999."),
+        ({"generation_config": '{"sequence_bias": [[[3], 1]]}'}, "sequence_bias. has to be a .* integers and float"),
+        ({"generation_config": '{"sequence_bias": [[[3, 4]]]}'}, "sequence_bias=.* must be a list of pairs"),
+        ({"generation_config": '{"sequence_bias": [[]]}'}, "sequence_bias=.* must be a list of pairs"),
+        ({"generation_config": '{"sequence_bias": [5]}'}, "sequence_bias=.* must be a list of pairs"),
+        ({"generation_config": '{"sequence_bias": [[[3, 30], 1.0]]}'}, "vocabulary size is 30, but .* biased: .30."),
         (
             {"generation_config": '{"num_return_sequences": 2, "do_sample": true}'},
             "num_return_sequences=2: say n=2 in the request",

@@ -5,7 +5,8 @@ from collections.abc import Collection, Iterable, Iterator
 from inspect import signature
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
+import torch
+from transformers import PreTrainedTokenizerBase, SequenceBiasLogitsProcessor
 from transformers.generation.stopping_criteria import StopStringCriteria
 
 from modeling_looped.depth_options import DEPTH_FIELDS
@@ -213,6 +214,17 @@ def check_answers(generation_config, streams: bool, tells_likelihoods: bool):
         raise ValueError(f"num_beams={beams} knows its answer at the end alone: leave out stream")
     if tells_likelihoods and beams > 1:
         raise ValueError(f"num_beams={beams} goes without logprobs: leave one out")
+
+
+def check_bias(bias: Any, vocab_size: int):
+    """Apply a sequence_bias once, so that transformers refuses it here and not with the first token of a stream."""
+    if bias is None:
+        return
+    try:
+        SequenceBiasLogitsProcessor(bias)(torch.zeros(1, 0, dtype=torch.long), torch.zeros(1, vocab_size))
+    except (IndexError, TypeError) as error:
+        form = "a list of pairs of a list of tokens and a number with a point, such as [[[5, 6], 2.0]]"
+        raise ValueError(f"sequence_bias={bias!r} must be {form}") from error
 
 
 def check_tools(tools: Any, template: Any):

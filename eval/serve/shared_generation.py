@@ -15,7 +15,7 @@ from modeling_looped.shared_passes import SharedPasses
 
 from .asked import Asked, current_request
 from .likelihoods import Likelihood, likelihoods, pieces
-from .request_checks import check_answers
+from .request_checks import check_answers, check_bias
 from .stop_texts import StopsInAnswer
 
 
@@ -178,6 +178,7 @@ class SharedGenerateManager(GenerateManager):
                 gen_config.max_new_tokens = max(1, min(gen_config.max_new_tokens or NEW_TOKENS, room))
             prepared, _ = model._prepare_generation_config(gen_config, **asked.fields)
             check_answers(prepared, streams, asked.likeliest is not None)
+            check_bias(prepared.sequence_bias, model.config.vocab_size)
             if gen_config.max_new_tokens is None:  # generation_config has max_length, of prompt and answer
                 if prepared.max_length <= length:
                     raise ValueError(
