@@ -3,7 +3,7 @@
 train    tokens/s of a training step (forward, backward, AdamW) over transformers' Llama of the same unrolled depth
 memory   peak memory of a per-loop training step over a terminal one
 depths   time of one pass that gives the logits of every depth over one full-depth pass, beside what FLOPs predict
-decode   all of the following, the last two if there is a --model
+decode   llama, bandwidth and exits; with a --model also speculation and sharing
 llama    tokens/s of cached greedy decoding over transformers' Llama of the same unrolled depth
 bandwidth   tokens/s of greedy decoding of one row over both limits of bandwidth, of memory and of the cache
 graphs   speed of decoding on a GPU whose passes are CUDA graphs, over that kernel by kernel

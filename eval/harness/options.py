@@ -8,7 +8,7 @@
     exit_criterion=kl          tokens exit early: logit_margin, max_prob, entropy, entropy_diff, kl, minp_kl,
                                latent_diff, cosine, argmax_stability or gate; the mean loops are reported
     exit_threshold=0.01        of the criterion; default: the published one, where there is one
-    min_loops=2                the least loops of a token; default: 1
+    min_loops=2                the fewest loops of a token; default: 1
     state_seed=0               draws the first state of models that start from noise; default: zeros
     dtype=bfloat16             and all that lm-eval's model `hf` takes
 --num-loops 1..8               depths

@@ -104,7 +104,9 @@ class Parser(OneLineErrors):
 def tell_default(action: argparse.Action):
     """Append the default of an option to its help text, unless the text mentions a default."""
     default = action.default
-    if default is None or default is argparse.SUPPRESS or isinstance(default, bool) or default in ("", [], ()):
+    if default is None or isinstance(default, bool) or default in ("", [], ()):
+        return
+    if argparse.SUPPRESS in (default, action.help):
         return
     if "default" not in (action.help or ""):
         action.help = "; ".join(filter(None, [action.help, f"default: {as_typed(default).replace('%', '%%')}"]))

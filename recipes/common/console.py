@@ -14,7 +14,7 @@ def overview() -> str:
     for name, (_, about) in COMMANDS.items():
         lines += ["", GROUPS[name]] if name in GROUPS else []
         lines.append(f"  {name:14} {about}")
-    return "\n".join([*lines, "", "looped COMMAND --help tells of one."])
+    return "\n".join([*lines, "", "looped COMMAND --help explains one."])
 
 
 def main():
