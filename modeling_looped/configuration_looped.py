@@ -168,7 +168,8 @@ class LoopedConfig(DerivedFields):
             "attention" or "mlp".
         hidden_act, mlp_gated, mlp_activation_scale: the MLP is down(scale * act(gate x) * up x) or
             down(scale * act(up x)). mlp_bias: whether its matrices have biases.
-        rms_norm_eps (`float`): added to the mean square in norms. use_cache: as in transformers.
+        rms_norm_eps (`float`): added to the mean square in norms, but for qk_norm="free", whose norms add 2^-23.
+        use_cache: as in transformers.
         attention_dropout, residual_dropout, embedding_dropout, classifier_dropout (`float`): of attention's weights,
             of branches, of embeddings, and of classification heads.
         value_embeddings: gated token embeddings added to the values of every other layer (Parcae).

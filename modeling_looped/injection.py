@@ -129,7 +129,8 @@ class AttentionAllInjection(ResidualAllInjection):
 
 
 class AttentionFirstInjection(ResidualAllInjection):
-    """The stream restarts at e; the first layer takes its queries from h, which at loop 0 is e itself (LT_ai)."""
+    """The stream restarts at e; the first layer takes its queries from h, which at loop 0 is e itself (LT_ai).
+    They do not see the loop embedding, which is added to the stream."""
 
     looks_at_first = False
 

@@ -61,7 +61,7 @@ def mean_squares(states: Iterable[torch.Tensor], depth: torch.Tensor) -> torch.T
 
 def anchor(squares: torch.Tensor, rows: torch.Tensor, num_rows: int, labelled: torch.Tensor, config) -> torch.Tensor:
     """Return the sum over rows of (s - target)^2 times the row's number of labelled tokens. s is computed per row, so
-    that the loss does not depend on which rows share a batch."""
+    that the loss does not depend on which rows share a batch; documents packed into one row share its s."""
     counts = squares.new_zeros(num_rows).index_add(0, rows, labelled.to(squares.dtype))
     sums = squares.new_zeros(num_rows).index_add(0, rows, squares * labelled)
     rms = (sums / counts.clamp(min=1)).clamp(min=torch.finfo(sums.dtype).tiny).sqrt()
