@@ -19,43 +19,29 @@ LoopWeights = Mapping[str, torch.Tensor]  # by name inside the core: 0.self_attn
 
 
 @torch.no_grad()
-def set_loop_residuals(model, per_loop_state: Sequence[LoopWeights]) -> dict[str, float]:
+def set_loop_residuals(model, per_loop_state: Sequence[LoopWeights]):
     """Set the deltas and norms of loops so that each loop gets its weights in `per_loop_state`, as far as ranks allow.
 
     per_loop_state: for each loop the full weights of the core's blocks, by their names inside the core, such as
-    "0.self_attn.q_proj.weight". Returns the remaining error by name: the norm of the difference over that of the
-    weight, for the loop where it is largest. Weights without per-loop parameters stay shared, and are reported too.
+    "0.self_attn.q_proj.weight". Weights without per-loop parameters stay shared.
     """
     check_names(model, per_loop_state)
-    core, shared = core_of(model), shared_parameters(model)
-    held: dict[str, list[torch.Tensor]] = {
-        name: [at_least_fp32(weight)] * len(per_loop_state)
-        for name, weight in shared.items()
-        if name in per_loop_state[0]
-    }
-    for path, part in core.named_modules():
+    shared = shared_parameters(model)
+    for path, part in core_of(model).named_modules():
         if isinstance(part, LoopDelta):
             name = layer_of_delta(path)
-            held[f"{name}.weight"] = [
+            for loop, state in enumerate(per_loop_state):
                 set_delta(part, loop, state[f"{name}.weight"], shared[f"{name}.weight"])
-                for loop, state in enumerate(per_loop_state)
-            ]
             if part.bias is not None:
                 biases = torch.stack([at_least_fp32(state[f"{name}.bias"]) for state in per_loop_state])
                 part.bias.copy_(biases - shared[f"{name}.bias"])
-                held[f"{name}.bias"] = list(part.bias + shared[f"{name}.bias"])
         elif isinstance(part, LoopedNorm) and part.is_by_loop and part.weight is not None:
             part.weight.copy_(torch.stack([at_least_fp32(state[f"{path}.weight"]) for state in per_loop_state]))
-            held[f"{path}.weight"] = list(part.weight)
-    return {
-        name: max(difference(state[name], weight) for state, weight in zip(per_loop_state, weights))
-        for name, weights in held.items()
-    }
 
 
-def set_delta(delta: LoopDelta, loop: int, weight: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
-    """Set one loop's delta to the best one of its rank, with the root of each singular value in both A and B; return
-    the resulting weight. If the rank exceeds the number of singular values, the rest is 0 in B and unchanged in A."""
+def set_delta(delta: LoopDelta, loop: int, weight: torch.Tensor, shared: torch.Tensor):
+    """Set one loop's delta to the best one of its rank, with the root of each singular value in both A and B. If the
+    rank exceeds the number of singular values, the rest is 0 in B and unchanged in A."""
     residual = at_least_fp32(weight).to(shared.device) - at_least_fp32(shared)
     u, s, v = torch.linalg.svd(residual, full_matrices=False)
     rank = min(delta.a.shape[1], len(s))
@@ -63,14 +49,6 @@ def set_delta(delta: LoopDelta, loop: int, weight: torch.Tensor, shared: torch.T
     delta.b[loop] = 0
     delta.b[loop, :, :rank] = (u[:, :rank] * roots).to(delta.b.dtype)
     delta.a[loop, :rank] = (roots[:, None] * v[:rank]).to(delta.a.dtype)
-    return at_least_fp32(shared) + at_least_fp32(delta.b[loop]) @ at_least_fp32(delta.a[loop])
-
-
-def difference(wanted: torch.Tensor, held: torch.Tensor) -> float:
-    wanted = at_least_fp32(wanted).to(held.device)
-    size = wanted.norm().item()
-    left = (wanted - at_least_fp32(held)).norm().item()
-    return left / size if size else left
 
 
 def check_names(model, per_loop_state: Sequence[LoopWeights]):
