@@ -127,7 +127,7 @@ class Pass:
         self.inputs: dict[str, torch.Tensor] = {}
         self.given: dict[str, torch.Tensor] = {}  # tensors last copied into `inputs`
         self.standing: Standing | None = None  # the contents of inputs["where"], if known
-        self.graph: Recording | Repeated | None = None
+        self.graph: Recording | None = None
 
     def take(self, name: str, tensor: torch.Tensor | None):
         """Copy a tensor into the inputs, unless it is there already: callers never write these tensors in place."""
@@ -359,15 +359,6 @@ class Recording:
             return self.output.clone()
 
 
-class Repeated:
-    """Replacement of `Recording` on devices without graphs: calls the function again."""
-
-    def __init__(self, function: Callable[[], torch.Tensor]):
-        self.replay = function
-
-
-def record(function: Callable[[], torch.Tensor], device: torch.device) -> Recording | Repeated:
-    if device.type != "cuda":
-        return Repeated(function)
+def record(function: Callable[[], torch.Tensor], device: torch.device) -> Recording:
     with torch.cuda.device(device):
         return Recording(function)

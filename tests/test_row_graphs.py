@@ -34,17 +34,23 @@ WAYS = {
 }
 
 
+class Repeated:
+    """Replacement of a graph on the CPU: calls the function again."""
+
+    def __init__(self, function):
+        self.replay = function
+
+
 @pytest.fixture
 def replays(monkeypatch):
     """Graphs on the CPU; the number of times that one was run."""
-    counts, repeated = [], row_graphs.Repeated
+    counts = []
 
-    class Counted(repeated):
-        def __init__(self, function):
-            super().__init__(lambda: counts.append(1) or function())
+    def counted(function, device):
+        return Repeated(lambda: counts.append(1) or function())
 
     monkeypatch.setattr(row_graphs, "DEVICES", {"cpu"})
-    monkeypatch.setattr(row_graphs, "Repeated", Counted)
+    monkeypatch.setattr(row_graphs, "record", counted)
     monkeypatch.setattr(row_graphs, "LENGTH_STEP", 8)  # so that a generation outgrows its graphs
     return counts
 
@@ -273,17 +279,17 @@ def test_a_replay_that_fails_does_not_move_rows(fails_at, replays, monkeypatch):
         request["attention_mask"] = torch.ones_like(request["input_ids"])
     alone, calls = [model.generate(**request) for request in requests], []
 
-    class FailsOnce(row_graphs.Repeated):
-        def __init__(self, function):
-            super().__init__(lambda: self.fail_after(function()))
-
-        def fail_after(self, found):
+    def fails_once(function, device):
+        def run():
+            found = function()
             calls.append(1)
             if len(calls) == fails_at:
                 raise torch.OutOfMemoryError("once")
             return found
 
-    monkeypatch.setattr(row_graphs, "Repeated", FailsOnce)
+        return Repeated(run)
+
+    monkeypatch.setattr(row_graphs, "record", fails_once)
     with SharedPasses(model, max_rows=3) as passes:
         for found, expected in zip(together(passes, requests), alone, strict=True):
             assert torch.equal(found, expected)
