@@ -99,7 +99,6 @@ def tensors_in(file: str) -> dict[str, torch.dtype | None]:
 
 def check_indices(path, hub: dict, variant: str | None):
     """Refuse indices of shards that transformers could not read."""
-    path, hub = model_place(path, hub)
     for whole in WEIGHTS:
         name = f".{variant}.".join(whole.rsplit(".", 1)) if variant else whole
         if (index := find_file(path, SHARDS.format(name), hub)) is not None:

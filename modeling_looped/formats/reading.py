@@ -5,8 +5,8 @@ from transformers.utils import logging
 
 from ..loading import LoopedCheckpointError, refuse_tensors_that_do_not_fit
 from .conversion import leave_loading_class, loading_class
-from .folder import check_indices, hub_arguments
-from .registry import ForeignFolder, find_folder_layout, find_layout
+from .folder import check_indices, hub_arguments, model_place, read_json_config
+from .registry import ForeignFolder, find_layout
 
 
 logger = logging.get_logger(__name__)
@@ -90,10 +90,12 @@ def open_public(path, kwargs: dict) -> PublicFolder | None:
     if kwargs.get("gguf_file") is not None:
         return None
     hub = hub_arguments(kwargs)
-    found = find_folder_layout(path, hub)
+    place, hub_of_place = model_place(path, hub)
+    config = read_json_config(place, hub_of_place)
+    found = None if config is None else find_layout(config, place, hub_of_place)
     if found is None:
         return None
-    check_indices(path, hub, kwargs.get("variant"))
+    check_indices(place, hub_of_place, kwargs.get("variant"))
     return PublicFolder(found, path, hub)
 
 

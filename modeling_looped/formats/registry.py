@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from ..config_relations import MOST_LAYERS
 from ..configuration_looped import LoopedConfigError
-from .folder import model_place, read_json_config, stored_tensors
+from .folder import stored_tensors
 from .huginn import HUGINN, RETROFITTED, RETROFITTED_OLMO
 from .layout import OF_RELEASES, Layout
 from .llama import LLAMA
@@ -81,9 +81,3 @@ def unknown(config: dict) -> str:
         f"were saved by this package (looped), {opened}. A dense model is made to loop by "
         "LoopedForCausalLM.from_dense, or by a recipe with dense.path"
     )
-
-
-def find_folder_layout(path, hub: dict) -> ForeignFolder | None:
-    path, hub = model_place(path, hub)
-    config = read_json_config(path, hub)
-    return None if config is None else find_layout(config, path, hub)
