@@ -6,7 +6,6 @@ passes the rules to transformers, which loads with them, and `writing.py` applie
 
 import re
 from collections.abc import Collection
-from dataclasses import fields as fields_of
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -188,11 +187,6 @@ def said_differently(layout: Layout, config: LoopedConfig, stored: dict) -> list
         back = LoopedConfig(**layout.read_config(stored))
     except LoopedConfigError as error:  # values that the layout always has do not fit those of this model
         raise LoopedConfigError(f"the layout of {layout.title} cannot say this model's config: {error}") from error
-    foreign = []
-    for field in fields_of(LoopedConfig):
-        ours, theirs = getattr(config, field.name), getattr(back, field.name)
-        own = field.name in LoopedConfig.__annotations__
-        unsaid = field.name in OF_TRAINING or field.name in OF_RELEASES or field.name in layout.said_elsewhere
-        if own and not unsaid and ours != theirs:
-            foreign.append(f"{field.name}={ours!r}")
-    return foreign
+    unsaid = {*OF_TRAINING, *OF_RELEASES, *layout.said_elsewhere}
+    ours = {name: getattr(config, name) for name in LoopedConfig.__annotations__ if name not in unsaid}
+    return [f"{name}={value!r}" for name, value in ours.items() if value != getattr(back, name)]

@@ -3,7 +3,6 @@
 Llama itself is not read here: a dense model becomes a looped one by `from_dense`.
 """
 
-from dataclasses import fields as fields_of
 from typing import Any
 
 from ..configuration_looped import LoopedConfig, LoopedConfigError
@@ -90,8 +89,8 @@ def as_one_stack(config: LoopedConfig, unroll: bool) -> LoopedConfig:
             f"{config.num_core_layers} layers of the loop {config.num_loops} times over, or num_loops=1 makes it a "
             "model of one loop"
         )
-    own = {field.name for field in fields_of(LoopedConfig) if field.name in LoopedConfig.__annotations__}
-    values: dict[str, Any] = {name: getattr(config, name) for name in own - OF_TRAINING}
+    own = LoopedConfig.__annotations__.keys() - OF_TRAINING
+    values: dict[str, Any] = {name: getattr(config, name) for name in own}
     if config.num_loops == 1 and config.inter_loop_norm != "none":
         values["inter_loop_norm"] = "none"  # with one loop there is no place for it
     if config.residual_factor(config.trained_depth) == config.residual_factor(1) == 1:
