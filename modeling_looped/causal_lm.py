@@ -56,7 +56,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin, LoopedLoss
         self.vocab_size = config.vocab_size
         self.lm_head = linear(config.hidden_size, config.vocab_size, "head")
         gate = linear(config.state_size, 1, "gate", bias=True) if config.exit_gate != "none" else None
-        self.loss_kernel: Callable | None = None  # a function of loss_kernels.py
+        self.loss_kernel: Callable | None = None  # one of recipes/engine/loss_kernels.py
         self.compiled_cross_entropy: Callable | None = None  # in place of cross_entropy.cross_entropy_of
         self.exit_gate: nn.Module = gate  # pyrefly: ignore[bad-assignment]  without a gate nothing reads it
         self.post_init()

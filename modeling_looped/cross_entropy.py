@@ -22,7 +22,7 @@ class Head(NamedTuple):
 
     decode: Callable  # (hidden [tokens, d], k) -> logits [tokens, vocabulary]
     parameters: list[torch.Tensor] | None  # read by `decode`; None leaves the gradients to autograd
-    kernel: Callable | None = None  # (hidden [tokens, d], k, labels [tokens]) -> CE [tokens], see loss_kernels.py
+    kernel: Callable | None = None  # (hidden [tokens, d], k, labels [tokens]) -> CE [tokens], of another library
     cross_entropy: Callable | None = None  # in place of `cross_entropy_of`, with the same arguments
 
 
@@ -53,17 +53,6 @@ def cross_entropy_of(logits, labels, weights, gradient: torch.Tensor | None) -> 
             to_logits = torch.mul(log_p.exp_(), weight, out=gradient[block])
             to_logits.scatter_(-1, target, (of_target.exp() * weight - weight).to(to_logits.dtype))
     return losses
-
-
-def fusible_cross_entropy_of(logits, labels, weights, gradient: torch.Tensor | None) -> torch.Tensor:
-    """The same in operations that a compiler fuses: its kernel reads the logits twice and writes the gradient once."""
-    log_p = F.log_softmax(logits.to(wide_dtype(logits)), dim=-1)
-    target = labels.unsqueeze(-1)
-    if gradient is not None:
-        weight = weights.detach().unsqueeze(-1).to(log_p.dtype)
-        is_target = torch.arange(logits.shape[-1], device=logits.device) == target
-        gradient.copy_((log_p.exp() - is_target.to(log_p.dtype)) * weight)
-    return -log_p.gather(-1, target).squeeze(-1).to(weights.dtype)
 
 
 class _WeightedCrossEntropy(torch.autograd.Function):

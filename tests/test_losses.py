@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import FlopCounterMode
 
+from looped_recipes.engine.compiling import fusible_cross_entropy_of
 from modeling_looped import LoopedForCausalLM, cross_entropy
 from modeling_looped.layers import rotary_tables
 from modeling_looped.losses import exit_log_probabilities
@@ -391,7 +392,7 @@ def test_gradients_of_many_chunks_are_summed_in_single_precision(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("way", ["cross_entropy_of", "fusible_cross_entropy_of"])
+@pytest.mark.parametrize("way", [cross_entropy.cross_entropy_of, fusible_cross_entropy_of])
 def test_cross_entropy_of_logits(way, dtype):
     """Rows that are near to sure of their label too, whose gradient is a small difference."""
     rows, vocab_size = 40, 99
@@ -402,13 +403,13 @@ def test_cross_entropy_of_logits(way, dtype):
     expected = F.cross_entropy(exact, labels, reduction="none")
     (expected * weights).sum().backward()
     gradient = torch.full_like(logits, torch.nan)
-    losses = getattr(cross_entropy, way)(logits, labels, weights, gradient)
+    losses = way(logits, labels, weights, gradient)
     assert losses.dtype == weights.dtype
     torch.testing.assert_close(losses.double(), expected, rtol=1e-5, atol=1e-5)
     # of a sure row w p - w is a difference of numbers near to 1, in float32
     rounding = {"rtol": 2 * torch.finfo(dtype).eps, "atol": 1e-7} if dtype == torch.bfloat16 else {}
     torch.testing.assert_close(gradient, exact.grad.to(dtype), **rounding)
-    assert torch.equal(getattr(cross_entropy, way)(logits, labels, weights, None), losses)
+    assert torch.equal(way(logits, labels, weights, None), losses)
 
 
 # transformers' conventions

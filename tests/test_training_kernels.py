@@ -8,8 +8,8 @@ from torch.nn import functional as F
 
 from looped_recipes.engine import kernels
 from looped_recipes.engine.kernels import check_device, take_kernels
+from looped_recipes.engine.loss_kernels import LOSS_KERNELS
 from looped_recipes.settings.recipe import RecipeError, TrainingConfig, load_recipe
-from modeling_looped.loss_kernels import LOSS_KERNELS
 from tests.helpers import quick_and_slow, random_ids, tiny_model
 from tests.helpers_pretrain import SMOKE
 

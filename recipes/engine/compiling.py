@@ -11,10 +11,11 @@ from collections.abc import Iterable
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from looped_recipes.settings.recipe import TrainingConfig
 from modeling_looped.compatibility import look_up
-from modeling_looped.cross_entropy import fusible_cross_entropy_of
+from modeling_looped.tensors import wide_dtype
 
 from .activations import keep_fewer_activations
 from .float8 import take_float8
@@ -58,6 +59,18 @@ def compile_parts(model, cuda_graphs: bool = False, **options):
     if list(model.model.injection.parameters()):
         model.model.injection.compile(**options)
     model.compiled_cross_entropy = CompiledCrossEntropy(options)
+
+
+def fusible_cross_entropy_of(logits, labels, weights, gradient: torch.Tensor | None) -> torch.Tensor:
+    """Compute what the model's own `cross_entropy_of` does, in operations that a compiler fuses: its kernel reads the
+    logits twice and writes the gradient once."""
+    log_p = F.log_softmax(logits.to(wide_dtype(logits)), dim=-1)
+    target = labels.unsqueeze(-1)
+    if gradient is not None:
+        weight = weights.detach().unsqueeze(-1).to(log_p.dtype)
+        is_target = torch.arange(logits.shape[-1], device=logits.device) == target
+        gradient.copy_((log_p.exp() - is_target.to(log_p.dtype)) * weight)
+    return -log_p.gather(-1, target).squeeze(-1).to(weights.dtype)
 
 
 class CompiledCrossEntropy:

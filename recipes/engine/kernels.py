@@ -15,8 +15,9 @@ from transformers.activations import ACT2FN
 from looped_recipes.settings.recipe import RecipeError, TrainingConfig
 from modeling_looped import LoopedForCausalLM
 from modeling_looped.layers import LoopedMLP
-from modeling_looped.loss_kernels import LOSS_KERNELS
 from modeling_looped.norms import LoopedNorm
+
+from .loss_kernels import LOSS_KERNELS
 
 
 def check_device(training: TrainingConfig, device: str):
