@@ -4,12 +4,11 @@ Without graphs, transformers' own loop decodes, pass by pass.
 """
 
 import torch
-from transformers.generation.stopping_criteria import StopStringCriteria
 
 from .cache import LoopedCache
 from .checks import check_length
 from .clients import adds_virtual_tokens
-from .compatibility import CACHE
+from .compatibility import CACHE, look_up
 from .depth import check_depths
 from .row_engine import IN_TICKS, RowEngine, rope_type_by_length
 from .row_graphs import can_have_graphs
@@ -27,7 +26,8 @@ def goes_in_step(model, num_rows: int, processors, criteria, config, model_kwarg
     if adds_virtual_tokens(model) or first_batchwise_part(processors, criteria):
         return False
     # transformers goes on computing ended rows, and scores, logits and stop strings show it
-    ends_by_strings = any(isinstance(criterion, StopStringCriteria) for criterion in criteria)
+    stop_strings = look_up("transformers.generation.stopping_criteria", "StopStringCriteria", ())
+    ends_by_strings = any(isinstance(criterion, stop_strings) for criterion in criteria)
     shows = config.output_scores or config.output_logits or ends_by_strings
     if num_rows > 1 and (shows or rope_type_by_length(model.model) is not None):
         return False

@@ -81,6 +81,7 @@ QUICK = [
     (LLAMA, "LlamaRotaryEmbedding"), (CAPTURING, "capture_outputs"),
     ("transformers.utils.generic", "merge_with_config_defaults"),
     ("transformers.generation.logits_process", "EtaLogitsWarper"),
+    ("transformers.generation.stopping_criteria", "StopStringCriteria"),
 ]  # fmt: skip
 
 
