@@ -229,7 +229,7 @@ class Retrofitted(Raven):
         fields.expect("qk_bias", False)
         theta = fields.take("rope_theta", default=None) or fields.take("rope_base", default=50000.0)
         fields.drop("rope_base")
-        looped["rope_parameters"] = fields.rope(default_theta=theta)
+        looped["rope_parameters"] = fields.rope(theta)
         fields.expect("head_dim", looped["hidden_size"] // looped["num_attention_heads"])
         longest = fields.take("max_position_embeddings", default=None)  # of the original model
         looped["max_position_embeddings"] = longest or looped["max_position_embeddings"]

@@ -130,10 +130,9 @@ class Fields:
         for name in names:
             self.left.pop(name, None)
 
-    def rope(self, *theta_names: str, default_theta: float | int) -> dict:
-        """Return rope_parameters from the fields of any version of transformers."""
+    def rope(self, theta: float | int) -> dict:
+        """Return rope_parameters from the fields of any version of transformers. theta: where these do not say it."""
         given = self.take("rope_parameters", default=None)
-        theta = self.take(*theta_names, default=default_theta)
         scaling = dict(self.take("rope_scaling", default=None) or {})
         if given is not None:
             return {"rope_theta": theta, "rope_type": "default", **given}

@@ -41,7 +41,7 @@ def llama_sizes(fields: Fields) -> dict[str, Any]:
         "attention_dropout": fields.take("attention_dropout", default=0.0),
         "tie_word_embeddings": fields.take("tie_word_embeddings", default=False),
         "use_cache": fields.take("use_cache", default=True),
-        "rope_parameters": fields.rope("rope_theta", default_theta=10000.0),
+        "rope_parameters": fields.rope(fields.take("rope_theta", default=10000.0)),
     }
     fields.expect("attention_bias", False)
     fields.expect("mlp_bias", False)
