@@ -38,7 +38,7 @@ PagedAttentionCache = look_up("transformers.generation.continuous_batching.cache
 KERNELS_FILL_PAGES = CACHE != "cache"
 
 
-def one_cache(cache=None, past_key_values=None):
+def one_cache(cache, past_key_values):
     """Return the cache that a call passes under either name. PEFT passes its prefix beside an empty cache."""
     if cache is not None and past_key_values is not None:
         is_prefix = cache.get_seq_length() == 0 < past_key_values.get_seq_length()

@@ -78,8 +78,8 @@ def loop_loss(
     gates: torch.Tensor | None,  # gate logits [loops, batch, length]
     depths: int | list[int],  # of all rows, or per row
     labels: Labels,
-    objective: str | None = None,  # in place of config.loop_loss
-    every_loop: bool = True,  # also compute the CE of readouts that the loss does not read
+    objective: str | None,  # in place of config.loop_loss
+    every_loop: bool,  # also compute the CE of readouts that the loss does not read
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the loss and, without gradients, the cross-entropies of the readouts: their means, [loops], nan where no
     token was compared, and the values per token, [loops, batch, length], 0 where there is no label."""

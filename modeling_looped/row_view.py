@@ -283,7 +283,7 @@ class RowView:
             before = *kind, place
         return runs
 
-    def masks(self, as_bias: torch.dtype | None = None) -> dict[str, torch.Tensor | None]:
+    def masks(self, as_bias: torch.dtype | None) -> dict[str, torch.Tensor | None]:
         """Return what each token may see, [rows, 1, 1, tokens so far], for each kind of attention.
 
         as_bias: dtype of the masks for eager attention, which adds its mask to the scores.
