@@ -28,7 +28,7 @@ NAMES_OF_PARTS = {  # the values of the only implementation
     "bias": False,
     "test_time_noise": 0,
 }
-OF_TRAINING = """
+UNREAD_KEYS = """
     init_strategy init_orthogonal sampling_scheme mean_backprop_depth activation_checkpoint_impl padding_multiple
     effective_expected_depth test_time_noise_type name hf_config n_layers num_hidden_layers init_values
     max_position_embeddings
@@ -186,7 +186,7 @@ class Huginn(Raven):
         looped["attention_bias"] = "qk" if fields.take("qk_bias", default=True) else "none"
         looped["rope_parameters"] = {"rope_type": "default", "rope_theta": fields.take("rope_base", default=50000.0)}
         fields.expect("head_dim", looped["hidden_size"] // looped["num_attention_heads"])
-        fields.drop(*OF_TRAINING)
+        fields.drop(*UNREAD_KEYS)
         has_own = looped["vocab_size"] == VOCABULARY
         ids = token_ids(fields, looped["vocab_size"], *((BEGIN, END_OF_TEXT, PAD) if has_own else ()))
         return {**looped, **ids, **fields.shared()}
@@ -233,7 +233,7 @@ class Retrofitted(Raven):
         fields.expect("head_dim", looped["hidden_size"] // looped["num_attention_heads"])
         longest = fields.take("max_position_embeddings", default=None)  # of the original model
         looped["max_position_embeddings"] = longest or looped["max_position_embeddings"]
-        fields.drop(*OF_TRAINING)
+        fields.drop(*UNREAD_KEYS)
         ids = token_ids(fields, looped["vocab_size"])
         of_huginn = (BEGIN, END_OF_TEXT, PAD)  # copied from Huginn's config; they belong to another tokenizer
         ids = {name: None if value in of_huginn else value for name, value in ids.items()}

@@ -33,7 +33,7 @@ FIXED = {
     "model_class_name": "Parcae",
     "architecture_class_name": "Parcae",
 }
-OF_TRAINING = """
+UNREAD_KEYS = """
     name hf_config padding_multiple attn_impl init_orthogonal skip_initialization activation_checkpoint_impl simple_ops
     strategy sampling_scheme lockstep_n lockstep_k curriculum_target recurrent_iteration_method head_size n_head
     n_query_groups n_layer
@@ -137,7 +137,7 @@ class Parcae(Layout):
         looped["rope_parameters"] = self.read_rope(fields)
         looped.update(self.read_core(fields, looped))
         self.check_value_gates(fields, looped)
-        fields.drop(*OF_TRAINING)
+        fields.drop(*UNREAD_KEYS)
         has_own = looped["vocab_size"] == VOCABULARY
         ids = token_ids(fields, looped["vocab_size"], *((BEGIN, END, PAD) if has_own else ()))
         return {**looped, **ids, **fields.shared()}
