@@ -25,7 +25,7 @@ from .compatibility import (
 from .cpu import attend_single_query, is_slow_single_query, project
 from .cpu_gradients import attend_causally
 from .loop_parameters import LoopDeltas
-from .norms import LoopedNorm, block_norm, weighted_norm
+from .norms import LoopedNorm, block_norm, configured_norm
 from .overrides import has_global_hooks, has_hooks, is_as_written, sdpa_is_as_written
 
 
@@ -204,7 +204,7 @@ class LoopedAttention(LoopedLayer):
             over_head = self.qk_norm == "learned"
             normed_sizes = (config.head_dim,) * 2 if over_head else (query_size, key_value_size)
             self.q_norm, self.k_norm = (
-                weighted_norm(config, size, num_sets=sizes.num_norm_sets) for size in normed_sizes
+                configured_norm(config, size, num_sets=sizes.num_norm_sets) for size in normed_sizes
             )
         elif self.qk_norm == "free":
             self.free_norm = LoopedNorm(config.head_dim, torch.finfo(torch.float32).eps, affine=False)

@@ -65,10 +65,10 @@ class LoopedNorm(nn.Module):
         return f"{self.size[0]}, eps={self.eps}, affine={self.weight is not None}"
 
 
-def weighted_norm(config, size: int, affine: bool = True, num_sets: int | None = None) -> LoopedNorm:
+def configured_norm(config, size: int, affine: bool = True, num_sets: int | None = None) -> LoopedNorm:
     """Return a norm with the settings of the config. num_sets: number of weights, if each loop has one."""
     return LoopedNorm(size, config.rms_norm_eps, affine, config.norm_offset, config.norm_rounding, num_sets)
 
 
 def block_norm(config, size: int | None = None, num_sets: int | None = None) -> LoopedNorm:
-    return weighted_norm(config, config.hidden_size if size is None else size, config.norm_affine, num_sets)
+    return configured_norm(config, config.hidden_size if size is None else size, config.norm_affine, num_sets)
