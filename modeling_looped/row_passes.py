@@ -43,7 +43,8 @@ class Tokens:
     groups: list[TokensOfEngine]  # one per engine
     ids: torch.Tensor
     embedded: torch.Tensor
-    rotary: torch.Tensor | None = None  # cos and sin of each of `trunk.ropes`, [tokens, 1, 2 kinds, 1, head_dim]
+    # two tables for each kind in `trunk.ropes`, [tokens, 1, 2 * number of kinds, 1, head_dim]
+    rotary: torch.Tensor | None = None
 
     @property
     def model(self):
