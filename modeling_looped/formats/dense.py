@@ -298,12 +298,12 @@ def zeros_of_loops(config: LoopedConfig, has_residuals: bool, dtype: torch.dtype
 
 def weights_of_injection(config: LoopedConfig, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Return injection weights with which the input enters the core unchanged."""
-    identity = torch.eye(config.hidden_size, dtype=dtype)
     if config.injection == "concat":  # of [h; e]
+        identity = torch.eye(config.hidden_size, dtype=dtype)
         return {"model.injection.proj.weight": torch.cat([torch.zeros_like(identity), identity], dim=1)}
     if config.injection == "diagonal":  # softplus(ln(e - 1)) is 1
         return {
-            "model.injection.input_proj.weight": identity,
+            "model.injection.input_proj.weight": torch.eye(config.hidden_size, dtype=dtype),
             "model.injection.dt_bias": torch.full((config.state_size,), math.log(math.e - 1), dtype=dtype),
             "model.injection.log_rate": torch.zeros(config.state_size, dtype=dtype),
         }
