@@ -1,6 +1,8 @@
 """What all models of the family share: what they support, loading, saving, initial weights, resizing."""
 
+import contextlib
 import copy
+import shutil
 from inspect import signature
 from pathlib import Path
 from typing import Any, cast
@@ -67,6 +69,7 @@ class LoopedPreTrainedModel(StrictLoadingMixin, PreTrainedModel):
         has_other_files = getattr(self, "_hf_peft_config_loaded", False) or given["distributed_checkpoint"]
         if self.should_save_on_this_rank(given["is_main_process"]) and not has_other_files:
             remove_older_weights(Path(given["save_directory"]), given["variant"])
+            share_weights(Path(given["save_directory"]))
 
     def _init_weights(self, module):
         if not init_module(module, self.config):
@@ -96,3 +99,11 @@ def remove_older_weights(folder: Path, variant: str | None):
     older = f"model{of_variant}.safetensors" if is_sharded else f"model.safetensors.index{of_variant}.json"
     if folder.is_dir():
         (folder / older).unlink(missing_ok=True)
+
+
+def share_weights(folder: Path):
+    """Give the weights the mode of config.json, which follows the umask. safetensors 0.8.0 makes files for their owner
+    alone, whatever the umask."""
+    for file in folder.glob("model*.safetensors"):
+        with contextlib.suppress(OSError):  # a disk without modes
+            shutil.copymode(folder / "config.json", file)

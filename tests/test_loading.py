@@ -1,6 +1,7 @@
 """What is saved is what is loaded, bit for bit; a checkpoint that does not fit is refused, not filled up silently."""
 
 import json
+import os
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from modeling_looped import (
     LoopedForSequenceClassification,
     LoopedForTokenClassification,
     LoopedModel,
+    save_public,
 )
 
 from .helpers import random_ids, tiny_config, tiny_model
@@ -109,6 +111,19 @@ def test_a_save_into_the_folder_of_an_older_one_is_what_opens(sizes, variant, tm
     reused, new = ({path.name for path in (tmp_path / folder).iterdir()} for folder in ("reused", "new"))
     assert reused == new
     assert_equal_weights(LoopedForCausalLM.from_pretrained(tmp_path / "reused", variant=variant), model)
+
+
+@pytest.mark.parametrize(("umask", "size"), [(0o022, "20KB"), (0o077, "5GB")])
+def test_the_mode_of_weights_follows_the_umask(umask, size, tmp_path):
+    before = os.umask(umask)
+    try:
+        tiny_model(**SECTIONS).save_pretrained(tmp_path / "ours", max_shard_size=size)
+        save_public(tiny_model(num_loops=1), tmp_path / "public", "llama")
+    finally:
+        os.umask(before)
+    files = [path for folder in ("ours", "public") for path in (tmp_path / folder).iterdir()]
+    assert sum(path.suffix == ".safetensors" for path in files) > 1
+    assert {path.stat().st_mode & 0o777 for path in files} == {0o666 & ~umask}
 
 
 def test_a_save_that_writes_no_weights_of_this_name_leaves_those_that_are_there(tmp_path, monkeypatch):

@@ -15,6 +15,7 @@ from transformers.utils import logging
 
 from ..configuration_looped import LoopedConfig, LoopedConfigError
 from ..depth_options import DEPTH_FIELDS
+from ..pretrained import share_weights
 from .folder import TOKENIZER_FILES, find_file
 from .layout import Layout, Rule, said_differently
 from .llama import LLAMA, as_one_stack, unrolled_tensors
@@ -108,6 +109,7 @@ def write(place: Path, layout: Layout, words: dict, stored: dict, generation: Ge
         save_torch_state_dict(stored, place, safe_serialization=False, max_shard_size="1TB")
     else:
         save_torch_state_dict(stored, place, max_shard_size=SHARD_SIZE, metadata={"format": "pt"})
+        share_weights(place)
 
 
 def with_own_memory(tensors: dict) -> dict:
