@@ -148,6 +148,15 @@ def is_edit(folder: Path, name: str) -> bool:
     return (folder / name).is_file() and (name in SETTINGS or Path(name).suffix in UNCHECKED)
 
 
+def check_readable(path: Path):
+    try:
+        open(path, "rb").close()
+    except PermissionError as error:
+        raise PermissionError(f"{path} can not be read ({error.strerror}): make it readable") from None
+    except OSError:  # `difference` tells it
+        pass
+
+
 def check_folder(folder: str | Path):
     """Raise an error if a file differs from what was saved. For settings, which users edit, only log a warning; code
     and the model card are not checked.
@@ -158,12 +167,14 @@ def check_folder(folder: str | Path):
     folder = Path(folder)
     if not (folder / LIST).is_file():
         return
+    check_readable(folder / LIST)
     advice = f"if you changed it on purpose, remove {folder / LIST}, else save or copy that folder again"
     try:
         listed = listed_in(folder)
     except Damaged as error:
         raise Damaged(f"{folder}/{error}: {advice}") from error
     for name in (name for name in listed if Path(name).suffix not in UNCHECKED):
+        check_readable(folder / name)
         changed = difference(folder / name, *listed[name])
         if changed is None:
             continue

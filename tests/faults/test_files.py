@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import re
 import shutil
 import signal
 import subprocess
@@ -337,6 +338,22 @@ def test_a_changed_model_is_found_when_it_is_evaluated_but_edited_settings_are_t
         model_folder(str(tmp_path))
     (tmp_path / "final" / "checksums.json").unlink()
     assert model_folder(str(tmp_path)) == tmp_path / "final"
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "checksums.json"])
+def test_a_file_that_may_not_be_read_is_not_told_to_be_damaged(name, tmp_path, monkeypatch):
+    export_model(tmp_path / "final", tiny_model())
+    refused = tmp_path / "final" / name
+
+    def open_some(path, *mode, **options):
+        if Path(path) == refused:
+            raise PermissionError(13, "Permission denied", str(path))
+        return open(path, *mode, **options)
+
+    monkeypatch.setattr(checksums, "open", open_some, raising=False)  # root may read all
+    said = f"^{re.escape(str(refused))} can not be read \\(Permission denied\\): make it readable$"
+    with pytest.raises(PermissionError, match=said):
+        model_folder(str(tmp_path))
 
 
 def test_leftovers_go(tmp_path):
