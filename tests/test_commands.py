@@ -74,7 +74,9 @@ def test_only_what_is_missing_is_asked_for(capsys):
 
 def test_every_command_is_listed_and_there(capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["looped"])
-    console.main()
+    with pytest.raises(SystemExit) as stop:
+        console.main()
+    assert stop.value.code == 0
     shown = capsys.readouterr().out
     for name, (module, about) in console.COMMANDS.items():
         assert importlib.util.find_spec(module) is not None
@@ -98,6 +100,19 @@ def test_a_command_runs_in_its_place(monkeypatch, capsys):
     with pytest.raises(SystemExit) as stop:
         console.main()
     assert stop.value.code == 0 and "training FLOPs per token" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [[], ["plan", "--help"], ["plan", str(ROOT / "recipes/smoke/lt.yaml")]])
+def test_a_reader_that_has_seen_enough_ends_a_command(arguments, monkeypatch):
+    monkeypatch.setattr(command_line, "PROGRAM", None)
+    monkeypatch.setattr(sys, "argv", ["looped", *arguments])
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as stream, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", stream)
+        with pytest.raises(SystemExit) as stop:
+            console.main()
+        assert stop.value.code == 0
 
 
 HELP_OF_ALL = """
@@ -285,6 +300,15 @@ def test_the_status_of_a_command():
         with pytest.raises(SystemExit) as stop:
             run_command(lambda arguments, returned=returned: returned)
         assert stop.value.code == status
+
+
+@pytest.mark.parametrize("encoding,shown", [("ascii", "2 ? 10?, kl ? 0.1\n"), ("latin-1", "2 × 10?, kl ? 0.1\n")])
+def test_what_a_terminal_cannot_show_does_not_end_a_command(encoding, shown, monkeypatch):
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding=encoding))
+    with pytest.raises(SystemExit) as stop:
+        run_command(lambda arguments: print("2 × 10⁹, kl ≤ 0.1"))
+    assert stop.value.code == 0 and written.getvalue().decode(encoding) == shown
 
 
 def test_options_of_lm_eval_in_our_spelling():

@@ -6,6 +6,7 @@ import neither torch nor modules that import it.
 
 import argparse
 import difflib
+import io
 import os
 import re
 import shlex
@@ -207,10 +208,17 @@ def run_command(main: Callable | str, parse: Callable | None = None):
     `parse`, if set, has accepted the arguments.
     """
     end_on_sigterm()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # an encoding without × would end the command after its work
     try:
-        if parse is not None:
-            parse(sys.argv[1:])
-        status = (import_module(main).main if isinstance(main, str) else main)(sys.argv[1:])
+        try:
+            if parse is not None:
+                parse(sys.argv[1:])
+            status = (import_module(main).main if isinstance(main, str) else main)(sys.argv[1:])
+        except SystemExit:  # after --help
+            sys.stdout.flush()
+            raise
+        sys.stdout.flush()  # else a closed pipe is met when the interpreter ends
     except KeyboardInterrupt:
         raise SystemExit(INTERRUPTED) from None
     except BrokenPipeError:  # the reader of the output has closed it

@@ -18,7 +18,10 @@ def overview() -> str:
 
 
 def main():
-    arguments = sys.argv[1:]
+    command_line.run_command(start)
+
+
+def start(arguments: list[str]):
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(overview())
         return
