@@ -7,6 +7,7 @@ from_pretrained and all commands open, by default RUN/step-00000500, beside fina
 from pathlib import Path
 
 from looped_recipes.common.command_line import Parser, run_command, say_result, typed
+from looped_recipes.common.files import check_writable
 from looped_recipes.common.words import counted
 
 
@@ -39,6 +40,7 @@ def main(arguments: list[str] | None = None) -> Path:
         others = f"choose --step from {sorted(of_steps.keys() - {step})}" if len(of_steps) > 1 else "there is no other"
         raise ValueError(f"{of_steps[step]} is not what was written: {damaged}; {others}")
     out = options.out or options.run / of_steps[step].name
+    check_writable(out.parent, "as OUT, the second argument")
     export_checkpoint(options.run, of_steps[step], out)
     say_result(f"{out} is the model after {counted(step, 'step')}", typed("looped chat", out))
     return out

@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import os
 import random
 import re
 import shutil
@@ -534,6 +535,14 @@ def test_bad_input_is_refused_before_the_model_is_loaded(tmp_path, options, word
     with pytest.raises(ValueError) as error:
         halting.run(halting.parse(command(folder, *options)))
     assert words in str(error.value)
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_the_model_is_loaded(tmp_path, monkeypatch):
+    folder = make_folder(tmp_path)
+    (folder / "model.safetensors").unlink()
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
+    with pytest.raises(PermissionError, match=f"^{tmp_path} can not be written to: .* another place, with --output$"):
+        halting.run(halting.parse(command(folder)))
 
 
 def test_models_that_cannot_exit_are_refused(tmp_path):

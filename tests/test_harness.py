@@ -726,6 +726,16 @@ def test_a_report_is_proposed_where_it_has_the_result(is_inside, model, tasks, t
     assert (tmp_path / ("run/eval/lm_eval" if is_inside else "elsewhere") / "depth.md").is_file()
 
 
+def test_a_run_that_cannot_be_written_names_the_option(model, tasks, tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    shutil.copytree(model, run / "final")
+    (run / "metrics.jsonl").write_text('{"step": 0, "loss": 1.0}\n')
+    monkeypatch.setattr(os, "access", lambda path, mode: path != run)
+    arguments = ["--model", "looped", "--model_args", f"pretrained={run}", "--tasks", "letter", "--device", "cpu"]
+    with pytest.raises(PermissionError, match=f"^{run} can not be written to: .* another place, with --output$"):
+        command(*arguments, "--include_path", str(tasks), monkeypatch=monkeypatch)
+
+
 @pytest.mark.slow
 def test_plain_lm_eval_with_remote_code_alone(model, tasks, expected, tmp_path):
     """The folder's own code, in a Python that does not know this package."""

@@ -208,7 +208,7 @@ def main(arguments: list[str] | None = None):
         for name, folders in parse_models(args.models).items()
     }
     depths = parse_depths(args.num_loops)
-    check_writable(args.output)
+    check_writable(args.output, "with --output")
     note_what_is_replaced(args.output / "budget.json", args.command)
     if not (args.text or args.stream or args.tasks or args.core):
         raise ValueError("nothing to measure: pass --text, --stream, --tasks or --core")

@@ -180,7 +180,7 @@ def measure_model(args: argparse.Namespace, target: str, overrides: list[str], b
     names = ("text", "tokenizer", "rows", "length", "seed", "state_seed", "dtype", "trust_remote_code")
     of = open_model_and_text(target, overrides, **{name: getattr(args, name) for name in names})
     folder = Path(args.output) if args.output else results_folder(target) / "diagnose"
-    check_writable(folder)
+    check_writable(folder, "with --output")
     print(f"text: {of.where['text']}")
     if args.measure != "all":
         return measure(args, of, folder, beside, typed("looped diagnose all", target, *overrides))

@@ -324,7 +324,7 @@ def at_first(rows: list[dict], key: str) -> list[dict]:
 def run(args) -> Path:
     folder, config, names, notes = check(args)
     output = Path(args.output or results_folder(args.model))
-    check_writable(output)
+    check_writable(output, "with --output")
     note_what_is_replaced(output / "halting.json", args.command)
     calibration_rows, rows = two_slices(args, folder, config)
     amount = f"{len(calibration_rows)} rows to calibrate on and {len(rows)} to measure, of {args.length} tokens"

@@ -181,7 +181,7 @@ def main(arguments: list[str]):
     run = training_run(config.model_args["pretrained"])
     if run is not None and not config.output_path:
         config.output_path = str(results_folder(config.model_args["pretrained"]) / "lm_eval")
-        check_writable(Path(config.output_path))
+        check_writable(Path(config.output_path), "with --output")
     if config.output_path and (table_before := Path(config.output_path) / "depth.md").is_file():
         print(f"note: {table_before} and depth.svg will be replaced; --output names another folder")
     options = options_of(config)

@@ -55,14 +55,11 @@ def is_foreign(folder: Path) -> bool:
         return True
 
 
-def check_writable(folder: Path):
-    """Raise an error if a folder is not writable; also called before hours of work."""
+def check_writable(folder: Path, where: str = "with --output where the command has that"):
+    """Raise an error if a folder is not writable; also called before hours of work. where: how to name another."""
     there = nearest_existing(folder.absolute())
     if there.is_dir() and not os.access(there, os.W_OK):
-        raise PermissionError(
-            f"{there} can not be written to: make it writable, or name another place, with --output where the command "
-            "has that"
-        )
+        raise PermissionError(f"{there} can not be written to: make it writable, or name another place, {where}")
 
 
 def save_pretrained(saved, folder: Path):

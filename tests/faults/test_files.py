@@ -340,6 +340,14 @@ def test_a_changed_model_is_found_when_it_is_evaluated_but_edited_settings_are_t
     assert model_folder(str(tmp_path)) == tmp_path / "final"
 
 
+def test_an_export_of_a_run_that_cannot_be_written_names_out(runs, tmp_path, monkeypatch):
+    run = runs.whole / "run"
+    monkeypatch.setattr(os, "access", lambda path, mode: path != run)
+    with pytest.raises(PermissionError, match=f"^{run} can not be written to: .* as OUT, the second argument$"):
+        export.main([str(run)])
+    assert export.main([str(run), str(tmp_path / "out")]) == tmp_path / "out"
+
+
 @pytest.mark.parametrize("name", ["model.safetensors", "checksums.json"])
 def test_a_file_that_may_not_be_read_is_not_told_to_be_damaged(name, tmp_path, monkeypatch):
     export_model(tmp_path / "final", tiny_model())
