@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ from looped_eval.benchmark import command as benchmark
 from looped_eval.benchmark import options as options_of_benchmark
 from looped_eval.budget import options as options_of_budget
 from looped_eval.chat import command as chat
+from looped_eval.chat import options as options_of_chat
 from looped_eval.common.findings import best_depths
 from looped_eval.diagnose import command as diagnose
 from looped_eval.diagnose import options as options_of_diagnose
@@ -293,6 +295,15 @@ def test_mistakes_of_our_own_are_shown_whole(error):
 def test_a_mistake_of_our_own_is_shown_whole():
     with pytest.raises(KeyError):
         run_command(lambda arguments: {}["nothing"])
+
+
+def test_a_command_to_type_takes_paths_for_paths(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("-run", "--of two"):
+        Path(name).mkdir()
+        words = shlex.split(command_line.typed("looped chat", Path(name), "--num-loops", 2))
+        assert words == ["looped", "chat", f"./{name}", "--num-loops", "2"]
+        assert options_of_chat.parse(words[2:]).model == f"./{name}"
 
 
 def test_the_status_of_a_command():

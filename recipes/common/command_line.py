@@ -154,8 +154,10 @@ def say_next(*commands: str):
 
 
 def typed(command: str, *words) -> str:
-    """Return a command line, with quotes around words that need them, such as paths with spaces."""
-    return " ".join([command, *(shlex.quote(str(word)) for word in words)])
+    """Return a command line, with quotes around words that need them, such as paths with spaces, and ./ before paths
+    that would be read as options."""
+    words = [f"./{word}" if str(word).startswith("-") and os.path.lexists(word) else str(word) for word in words]
+    return " ".join([command, *map(shlex.quote, words)])
 
 
 def parse_depths(num_loops) -> list[int]:
