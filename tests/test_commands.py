@@ -30,6 +30,7 @@ from looped_eval.halting.command import next_command
 from looped_eval.halting.conclusion import conclusion, conclusion_at_loops
 from looped_eval.harness.command import as_lm_eval_spells
 from looped_eval.readout_table import options as options_of_readout_table
+from looped_eval.show_loops import command as show_loops
 from looped_recipes import convert
 from looped_recipes.common import command_line, console, provenance
 from looped_recipes.common.cluster import muon_shapes
@@ -700,6 +701,17 @@ def test_chat_refuses_what_it_cannot_do(folder):
         chat.main([str(folder), "a", "--max-new-tokens", "0"])
     with pytest.raises(ValueError, match="there is no folder"):
         chat.main([str(folder / "nothing"), "a"])
+
+
+def test_a_prompt_that_is_not_utf_8_is_refused(folder, monkeypatch):
+    said = re.escape(r"the prompt b'caf\xe9' is not UTF-8")
+    given = b"caf\xe9".decode("utf-8", "surrogateescape")  # as arguments and a terminal's lines come
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"{given}\n"))
+    for arguments in ([given], []):
+        with pytest.raises(ValueError, match=said):
+            chat.main([str(folder), *arguments, *GREEDY])
+    with pytest.raises(ValueError, match=said):
+        show_loops.main([str(folder), given, "--output", str(folder / "loops.html")])
 
 
 def test_chat_leaves_out_the_beginning_where_there_is_no_more_room(folder, capsys):

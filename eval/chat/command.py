@@ -7,6 +7,7 @@ from transformers import TextStreamer
 
 from looped_eval.common.findings import loops_in_words
 from looped_eval.common.model_folder import open_config, open_model, open_tokenizer
+from looped_recipes.common.command_line import check_prompt
 from looped_recipes.common.words import counted
 
 from .options import parse
@@ -18,6 +19,7 @@ class Conversation:
         self.answers_in_turns = bool(tokenizer.chat_template)
         if system and not self.answers_in_turns:
             raise ValueError("--system needs a tokenizer with a chat template, and this model's has none")
+        check_prompt(system or "")
         self.turns = [{"role": "system", "content": system}] if system else []
 
     def ids_of(self, text: str) -> dict[str, torch.Tensor]:
@@ -35,6 +37,7 @@ class Conversation:
     def prompt_of(self, text: str) -> dict[str, torch.Tensor]:
         """Tokenize a text with as many earlier turns as fit. The answer needs room for its maximum length, but at most
         for half of the positions."""
+        check_prompt(text)
         prompt, first = self.ids_of(text), 1 if self.turns and self.turns[0]["role"] == "system" else 0
         forgotten, wanted = 0, min(self.settings["max_new_tokens"], self.model.config.max_position_embeddings // 2)
         while self.room_after(prompt) < wanted and len(self.turns) > first + 2:

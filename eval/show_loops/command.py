@@ -9,7 +9,7 @@ from transformers import GenerationConfig
 
 from looped_eval.common.findings import loops_in_words
 from looped_eval.common.model_folder import open_config, open_model, open_tokenizer
-from looped_recipes.common.command_line import say_result, typed
+from looped_recipes.common.command_line import check_prompt, say_result, typed
 from looped_recipes.common.files import write_whole
 from looped_recipes.common.words import counted
 from modeling_looped.exit_criteria import ExitRule
@@ -128,6 +128,7 @@ def has_colors(stream) -> bool:
 
 
 def show(args) -> Shown:
+    check_prompt(args.prompt)
     folder, config = open_config(args.model)
     rule = rule_of(args, folder, config)
     tokenizer = open_tokenizer(folder, args.tokenizer, config)

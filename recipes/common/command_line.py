@@ -194,6 +194,14 @@ def check_counts(args: argparse.Namespace, names: Iterable[str]):
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
 
 
+def check_prompt(text: str):
+    """Raise an error for bytes that are no UTF-8: Python reads them as lone surrogates, which no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"the prompt {os.fsencode(text)!r} is not UTF-8: convert it, for example by iconv") from None
+
+
 def folder(text: str) -> Path:
     """Argparse type: a folder to write to. A file of that name is refused before the work, not after it."""
     path = Path(text)
