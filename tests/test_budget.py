@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from looped_eval.budget import command as budget
-from looped_eval.budget.row_scores import RowScores
+from looped_eval.budget.row_scores import RowScores, variance_of_mean
 from looped_eval.budget.streams import score_windows, windows
 from looped_eval.common.curves import table
 from looped_eval.common.findings import best_depths
@@ -158,6 +158,13 @@ def test_a_difference_has_the_interval_that_is_said(ours, theirs, holds):
         assert error == pytest.approx(difference.std().item() / 30**0.5 / 100 / math.log(2)) and "rows only" in said
 
 
+def test_the_variance_of_a_mean_over_seeds():
+    """Of 1 and 3 bits per byte, which have a variance of 2."""
+    one = torch.ones(1, dtype=torch.float64)
+    seeds = [RowScores(nats[None], nats[None], one, one) for nats in (math.log(2) * one, 3 * math.log(2) * one)]
+    assert variance_of_mean(seeds).tolist() == pytest.approx([2 / 2])
+
+
 @pytest.mark.parametrize("folders", [2, 3])
 def test_a_best_depth_of_few_folders_is_rarely_named_where_all_are_equally_good(folders):
     """Depths of a folder differ by noise alone, which few folders tell badly."""
@@ -223,7 +230,7 @@ def test_a_space_before_each_text_is_no_byte_of_it():
 
 
 def test_tasks(folders, tmp_path, monkeypatch, capsys):
-    """Accuracies stand beside the texts' measures, with the standard error of so few questions."""
+    """Accuracies stand beside the texts' measures, with the standard error of so few questions: the first 4 of 7."""
     task = {
         "task": "pick", "dataset_path": "json", "test_split": "test",
         "dataset_kwargs": {"data_files": {"test": str(tmp_path / "pick.jsonl")}},
@@ -231,11 +238,11 @@ def test_tasks(folders, tmp_path, monkeypatch, capsys):
         "doc_to_choice": ["c", "d", "e f"], "metric_list": [{"metric": "acc"}],
     }  # fmt: skip
     (tmp_path / "pick.yaml").write_text(json.dumps(task))
-    (tmp_path / "pick.jsonl").write_text("".join(json.dumps({"answer": i}) + "\n" for i in (0, 1, 1, 2)))
+    (tmp_path / "pick.jsonl").write_text("".join(json.dumps({"answer": i}) + "\n" for i in (0, 1, 1, 2, 0, 0, 0)))
     monkeypatch.setattr("lm_eval.tasks.TaskManager", small_manager)
     budget.main(
         [folders[0], "--loops", "1..3", "--tasks", "pick", "--include_path", str(tmp_path), "--device", "cpu",
-         "--output", str(tmp_path / "out")]
+         "--limit", "4", "--output", str(tmp_path / "out")]
     )  # fmt: skip
     record = json.loads((tmp_path / "out/budget.json").read_text())
     model, tokenizer = LoopedForCausalLM.from_pretrained(folders[0]), tiny_tokenizer()
@@ -253,7 +260,7 @@ def test_tasks(folders, tmp_path, monkeypatch, capsys):
 
 
 def test_core(folders, tmp_path):
-    """On a bundle of one small task."""
+    """On the first three of a bundle of one small task."""
     bundle = tmp_path / "bundle"
     (bundle / "eval_data").mkdir(parents=True)
     task = "{label: pick, dataset_uri: pick.jsonl, num_fewshot: [1], icl_task_type: multiple_choice}"
@@ -261,9 +268,10 @@ def test_core(folders, tmp_path):
     (bundle / "eval_meta_data.csv").write_text("Eval Task,Random baseline\npick,25\n")
     items = [{"query": f"{word} b", "choices": ["c", "d e", "f", "g"], "gold": i} for i, word in enumerate("hijk")]
     (bundle / "eval_data/pick.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
-    budget.main([*folders[:1], "--core", str(bundle), "--loops", "1,3", "--device", "cpu", "--output", str(tmp_path)])
+    options = ["--core-examples", "3", "--loops", "1,3", "--device", "cpu", "--output", str(tmp_path)]
+    budget.main([folders[0], "--core", str(bundle), *options])
     (points,) = json.loads((tmp_path / "budget.json").read_text())["curves"]["CORE"].values()
-    expected = core_scores(folders[0], None, bundle, [1, 3])
+    expected = core_scores(folders[0], None, bundle, [1, 3], examples=3)
     assert {int(depth): value for depth, (value, _) in points.items()} == {
         depth: pytest.approx(found["core"]) for depth, found in expected.items()
     }

@@ -3,9 +3,11 @@
 import random
 
 import pytest
+from scipy.stats import norm as normal
+from scipy.stats import t as student
 
 from looped_eval.common.curves import more_is_better
-from looped_eval.common.findings import best_depths, best_point
+from looped_eval.common.findings import best_depths, best_point, by_chance
 from looped_eval.diagnose import command as diagnose
 from looped_eval.diagnose import figures, page, sentences
 from looped_eval.diagnose.figures import layer_name
@@ -204,6 +206,13 @@ def test_no_depth_is_best_where_all_are_the_same():
     assert best_point("hop acc", {"": same}) == "hop acc is 0.0000 at every depth"
     assert best_point("loss", {"a": same, "b": same}) == "loss is 0.0000 at every depth of every model"
     assert best_point("loss", {"": {1: (1.0, 0.1), 2: (0.5, 0.1)}}) == "loss is lowest at 2 loops (0.5000)"
+
+
+def test_how_far_apart_chance_puts_two_points():
+    """Errors of 0.03 and 0.04 are one of 0.05 of the difference; three pairs share the 5 %."""
+    best, worst = (0.6, -2, "a", 0.03), (0.5, -1, "b", 0.04)
+    assert by_chance(best, worst, [[], []], 3) == pytest.approx(0.05 * normal.ppf(1 - 0.05 / 2 / 3))
+    assert by_chance(best, worst, [[0.6] * 3, [0.5] * 3], 1) == pytest.approx(0.05 * student.ppf(0.975, 4))
 
 
 def test_a_best_depth_is_rarely_named_where_all_are_equally_good():

@@ -5,6 +5,7 @@ import json
 import math
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,8 +15,9 @@ from scipy import optimize
 from looped_eval.laws import analyses, fitting
 from looped_eval.laws import charts as law_charts
 from looped_eval.laws import command as laws
-from looped_eval.laws.fitting import FitError, fit, huber, minimize
-from looped_eval.laws.forms import PARAMETRIC, TEST_TIME, UNIFIED
+from looped_eval.laws.fitting import FitError, fit, huber, minimize, misfit_of
+from looped_eval.laws.forms import PARAMETRIC, TEST_TIME, UNIFIED, Constant, Law
+from looped_eval.laws.frontier import frontier
 from looped_eval.laws.run_table import RunTable, collect, read_table, write_table
 from looped_recipes.common.flops import effective_parameters, training_flops_per_token
 from looped_recipes.common.measures import power_law
@@ -100,6 +102,16 @@ def test_huber_loss_of_logarithms():
     value = huber(measured * torch.tensor([1.0005, 1.1], dtype=torch.float64), measured).tolist()
     near, far = math.log(1.0005), math.log(1.1)
     assert value == pytest.approx([near**2 / 2, 1e-3 * (far - 0.5e-3)], rel=1e-9)
+
+
+def test_the_misfit_is_in_units_of_delta_and_each_row_has_its_own_weights():
+    law, log_loss = Law("E", (Constant("E"),)), torch.zeros(1, dtype=torch.float64)
+    residuals = torch.tensor([[0.5e-3], [5e-3]], dtype=torch.float64)  # half of delta, and five times
+    found = misfit_of(law, {}, log_loss, None, "huber")(residuals, None)
+    assert found.tolist() == pytest.approx([0.5**2 / 2, 5 - 0.5])
+    weights = torch.tensor([[1.0], [3.0]], dtype=torch.float64)
+    second = misfit_of(law, {}, log_loss, weights, "huber")(residuals[1:], torch.tensor([1]))  # the first is done
+    assert second.tolist() == pytest.approx([3 * (5 - 0.5)])
 
 
 # The forms
@@ -216,6 +228,11 @@ def test_a_flat_parabola_is_left_out_and_not_an_overflow():
     assert len(result["optima"]) == 3 and "lies outside the runs" in result["left_out"][0]
 
 
+def test_a_budget_holds_runs_that_are_each_near_the_one_before():
+    rows = [{"run": str(flops), "flops": flops} for flops in (1.0, 1.08, 1.16, 2.0)]
+    assert [len(group) for group in analyses.budgets_of(table(rows)).values()] == [3, 1]
+
+
 def with_fixed_depth(rows: list[dict], losses: dict[float, float]) -> list[dict]:
     fixed = [{"run": f"fixed_{flops:g}", "mean_depth": 1, "flops": flops, "loss": x} for flops, x in losses.items()]
     return [*rows, *({**row, "tokens": row["flops"] / 1e9, "effective_parameters": 9e7} for row in fixed)]
@@ -242,6 +259,15 @@ def test_the_measured_frontier_and_what_looping_gains():
     *budgets_drawn, optima = [line for line in parabolas.lines if line.name]
     assert [depth for depth, _ in optima.points] == [best["mean_depth"] for best in result["optima"]]
     assert len(budgets_drawn) == 3 and not any(line.joined for line in budgets_drawn)  # points of each budget
+
+
+def test_the_frontier_says_where_the_best_depth_is_that_of_the_shallowest_or_deepest_run():
+    (E, X, x, Y, y), parameters, budgets = SMALL
+    law = SimpleNamespace(predict=lambda c: E + X * c["effective_parameters"] ** -x + Y * c["tokens"] ** -y)
+    depths = {"inside": set(), "edge": set()}
+    for point in frontier(law, table(training_rows((SMALL[0], parameters, (1e17, *budgets))))):
+        depths["edge" if point["at_edge"] else "inside"].add(round(point["mean_depth"], 6))
+    assert depths["edge"] == {2, 12} and depths["inside"] and not depths["inside"] & {2, 12}
 
 
 @pytest.mark.slow
@@ -520,6 +546,15 @@ def test_intervals_of_curves_hold_the_truth_as_often_as_they_say():
     assert all(12 <= count <= 16 for count in held.values()), held
 
 
+def test_refits_of_a_curve_are_spread_as_students_distribution(monkeypatch):
+    """Of 10 losses and three coefficients; by tables of the quantiles, 2.3646 and 1.9600."""
+    curve = table(curve_rows(TRUE_FORMS["exponential"], depths=(5,)))
+    fitted = analyses.curve_fit(TEST_TIME["exponential"], curve, 2, 0)
+    monkeypatch.setattr(analyses, "bootstrap", lambda *_, **__: SimpleNamespace(refits=fitted.free + 1))
+    spread = analyses.curve_bootstrap(fitted, curve, 1, 0).refits - fitted.free
+    assert spread.tolist() == pytest.approx([2.3646 / 1.9600] * 3, rel=1e-4)
+
+
 @pytest.mark.slow
 def test_intervals_of_test_time_shrink_with_the_noise():
     wide, narrow = (
@@ -546,6 +581,11 @@ def test_an_interval_over_curves_is_that_of_a_mean():
     error = math.sqrt(sum((value - mean) ** 2 for value in values)) / 200
     assert (low, high) == pytest.approx((mean - 1.96 * error, mean + 1.96 * error), abs=0.15 * error)
     assert analyses.over_curves("huber", values[:2], 2000, 0) == {"huber": pytest.approx(sum(values[:2]) / 2)}
+
+
+def test_a_seed_draws_the_same_runs_again():
+    first, again, other = (fitting.draw_runs(torch.arange(6), 5, seed) for seed in (0, 0, 1))
+    assert torch.equal(first, again) and not torch.equal(first, other)
 
 
 def test_resamples_that_find_nothing_are_not_counted():
@@ -598,6 +638,7 @@ def test_missing_columns_and_bad_numbers_are_named(tmp_path):
         (0.0, "got 0.0"),
         (-1.0, "got -1.0"),
         (math.nan, "got nan"),
+        (math.inf, "got inf"),
         ("high", "a number, got 'high'"),
     ):
         with pytest.raises(FitError, match=f"row 3 .*: loss must be .*{words}"):

@@ -92,20 +92,29 @@ def test_an_interval_over_tasks_is_that_of_the_mean_of_their_means():
     assert (middle - low, high - middle) == pytest.approx((error, error), rel=0.1)
 
 
+def test_each_task_takes_a_degree_of_freedom():
+    """Of the 16 resamples of two items of two tasks one has the lowest mean and one the highest, 6 % of draws each."""
+    first, second, tasks = np.zeros(4), np.array([0.0, 1.0, 0.0, 1.0]), np.array(list("aabb"))
+    reach = 0.5 * math.sqrt(2) * student.ppf(0.975, 4 - 2) / normal.ppf(0.975)
+    assert paired_bootstrap(first, second, tasks=tasks) == pytest.approx((0.5 - reach, 0.5 + reach), rel=1e-6)
+
+
 def test_accuracy_over_tasks_and_scores_over_items():
     """Of two tasks, one has one item and the other three; the order of the items is no matter."""
     first = [item("a", 0, gold=1)] + [item("b", i) for i in range(3)]
     second = [item("b", i, log_likelihoods=(-1.0, -1.5 - i)) for i in (2, 0, 1)] + [item("a", 0, gold=0)]
     second[-1] = item("a", 0, gold=1, log_likelihoods=(-2.0, -1.0))
-    result = compare(first, second, resamples=100)
+    result = compare(first, second, level=0.5, resamples=100)
     assert result["items"] == 4 and result["tasks"] == ["a", "b"]
     assert (result["accuracy"]["first"], result["accuracy"]["second"]) == (0.5, 1.0)  # (0 + 1) / 2, not 3 / 4
     assert result["gold_margin"]["first"] == pytest.approx((-1 + 1 + 1 + 1) / 4)
     assert result["gold_margin"]["second"] == pytest.approx((1 + 0.5 + 1.5 + 2.5) / 4)
     # a task of a single item does not tell how its items differ
-    assert result["accuracy"]["interval"] is None and len(result["gold_margin"]["interval"]) == 2
-    with pytest.raises(ValueError, match="1 items are in one of the two only, e.g. doc_id 2 of b"):
-        compare(first, second[1:])
+    half = paired_bootstrap(np.array([-1.0, 1, 1, 1]), np.array([1, 0.5, 1.5, 2.5]), level=0.5, resamples=100)
+    assert result["accuracy"]["interval"] is None and result["gold_margin"]["interval"] == pytest.approx(half)
+    for sides in ((first, second[1:]), (first[:3], second)):
+        with pytest.raises(ValueError, match="1 items are in one of the two only, e.g. doc_id 2 of b"):
+            compare(*sides)
 
 
 def said_of(pairs: list[tuple[tuple, tuple]]) -> str:
@@ -144,6 +153,8 @@ def test_a_candidate_without_probability_has_no_difference():
     assert "| candidate nll | inf | inf | – | – |" in statistics.table(result)
     assert "first has the lower gold_nll" in statistics.difference_in_words(result)
     assert "infinite gold_nll" in said_of([((-math.inf, -1.0), (-1.0, -2.0))] * 30)
+    finite, infinite = ([item(doc_id=i, log_likelihoods=(-1.0, low)) for i in range(2)] for low in (-2.0, -math.inf))
+    assert compare(finite, infinite, resamples=100)["candidate_nll"]["change"] is None  # of the second alone
 
 
 def asked(target, candidates, acc=None, likeliest=0, contexts=None, **doc) -> Question:
