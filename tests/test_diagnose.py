@@ -115,6 +115,7 @@ def test_a_linear_loop_multiplies_small_changes_by_its_radius():
     result = dynamics.sensitivity(linear_model(DECAY), BATCH, num_loops=400)
     assert result["loop"] == list(range(2, 401)) and len(result["growth"]) == 399
     assert result["growth"][-1] == pytest.approx(0.9, rel=1e-3)
+    assert result["exponent"] == pytest.approx(math.log(0.9), rel=1e-2)  # of the later half
     assert all(low < high + 1e-4 for low, high in zip(result["growth"], result["growth"][1:]))  # it turns there
 
 

@@ -74,6 +74,11 @@ def test_residual_norm_is_that_of_the_models_themselves():
     assert [step[2] for step in changes["looped"]["factored"]["update"]] == pytest.approx(updates, rel=1e-3)
 
 
+def test_early_training_at_another_rate_is_another():
+    slow, fast = (growth.early_training(tiny_config(), 0, 1, lr, 8).updates[0] for lr in (1e-4, 1e-2))
+    assert fast > 10 * slow
+
+
 def test_unshared_stack_has_the_rule_of_its_depth():
     config = theorem_config(num_core_layers=2)
     stack = growth.unshared(config, 9, "sqrt")
@@ -207,6 +212,20 @@ def test_lr_transfer_leaves_out_runs_above_max_loss():
     (panel,) = transfer.lr_transfer(config, batch, **options, max_loss=(slow + fast) / 2)["panels"]
     assert panel["curves"]["1"]["loss"] == [None, None, fast]
     assert "only 1 of 3" in panel["curves"]["1"]["optimum"]["why"]
+
+
+def test_the_loss_of_lr_transfer_is_the_mean_over_seeds():
+    options = {"loops": [1], "rates": [1e-3, 2e-3, 4e-3], "steps": 1, "rows_per_step": 1, "max_loss": 100.0}
+    (panel,) = transfer.lr_transfer(tiny_config(), BATCH, **options, seeds=2)["panels"]
+    curve = panel["curves"]["1"]
+    assert curve["loss"] == pytest.approx([sum(losses) / 2 for losses in curve["loss_of_seeds"]])
+
+
+def test_lr_transfer_measures_rows_that_are_not_trained_on():
+    """Random tokens, which nothing but having seen them foretells."""
+    config = tiny_config(num_core_layers=1, num_loops=1)
+    loss = transfer.trained_loss(config, {"input_ids": random_ids(4, 8)}, 2e-2, 8, 4, seed=0, max_loss=100.0)
+    assert loss > math.log(99)
 
 
 def test_the_rate_of_lr_transfer_rises_and_falls_to_zero(monkeypatch):

@@ -421,7 +421,13 @@ def test_the_command_reads_what_the_run_held_out(tmp_path, capsys):
 
 
 @torch.no_grad()
-def test_what_the_command_says_is_what_each_sequence_alone_gives(tmp_path):
+def test_what_the_command_says_is_what_each_sequence_alone_gives(tmp_path, monkeypatch):
+    def timed(functions, *_):
+        """A second for a loop, and half of one for exits."""
+        seconds = {key: key if isinstance(key, int) else 0.5 for key in functions}
+        return seconds, {key: function() for key, function in functions.items()}
+
+    monkeypatch.setattr(halting, "least_seconds", timed)
     folder = make_folder(tmp_path)
     args = halting.parse(command(folder, "--criteria", "logit_margin", "--budget", "0.5"))
     halting.run(args)
@@ -441,6 +447,9 @@ def test_what_the_command_says_is_what_each_sequence_alone_gives(tmp_path):
     assert row["perplexity"] == pytest.approx(torch.stack(losses).mean().exp().item(), rel=1e-4)
     full = torch.stack([F.cross_entropy(model(ids[None, :-1]).logits[0], ids[1:]) for ids in rows]).mean().exp()
     assert result["fixed"][-1]["perplexity"] == pytest.approx(full.item(), rel=1e-4)
+    speedups = [fixed["speedup"] for fixed in result["fixed"]]
+    assert speedups == pytest.approx([LOOPS / k for k in range(1, LOOPS + 1)], rel=1e-4)
+    assert row["measured_speedup"] == LOOPS / 0.5
 
 
 def test_as_many_sequences_as_are_held_out(tmp_path):
@@ -476,6 +485,7 @@ def test_slices_do_not_overlap(tmp_path):
     rows = halting.text_rows([str(tmp_path / "text.txt")], Counting(), 20, 9, seed=0)
     assert rows.shape == (20, 9) and len(rows.unique()) == 180
     assert not rows.flatten().equal(torch.arange(180)) and rows[:, 0].sort().values.equal(torch.arange(0, 180, 9))
+    assert not rows.equal(halting.text_rows([str(tmp_path / "text.txt")], Counting(), 20, 9, seed=1))
 
 
 def test_texts_are_joined_by_the_end_token():

@@ -134,6 +134,14 @@ def test_half_precision(model, manager):
             assert numbers(one["resps"][0][0]) == pytest.approx(numbers(other["resps"][0][0]), rel=0.05, abs=0.1)
 
 
+def test_mixed_precision_rounds_scores(model):
+    exact, mixed = (
+        LoopedLM(model, num_loops=2, device="cpu", mixed_precision_dtype=dtype).score_documents([[3, 4, 5]])[0][0, 0]
+        for dtype in (None, "bfloat16")
+    )
+    assert exact != mixed and mixed.item() == pytest.approx(exact.item(), rel=0.05)
+
+
 def test_log_probabilities_in_half_precision(model):
     """Of one depth alone as among several, and as a softmax in float64 of the model's logits."""
     text = "a b c d e f g"
@@ -311,6 +319,26 @@ def test_perplexity_and_bits_per_byte(model, manager):
         num_words += len(row["text"].split())
     assert bits["bits_per_byte,none"] == pytest.approx(nats / num_bytes / torch.tensor(2.0).log().item(), rel=1e-5)
     assert bits["word_perplexity,none"] == pytest.approx(torch.tensor(nats / num_words).exp().item(), rel=1e-5)
+
+
+def test_texts_that_differ_in_their_last_token_alone(model):
+    lm = LoopedLM(model, num_loops=[1, 2], batch_size=2, device="cpu")
+    texts = [[3, 4, 5], [3, 4, 6]]
+    for found, text in zip(lm.score_documents(texts), texts):
+        torch.testing.assert_close(found, lm.score_documents([text])[0])
+
+
+def test_a_seed_draws_the_same_first_states_for_texts_and_answers(tmp_path):
+    folder = save_model_and_tokenizer(tmp_path, state_init="normal", injection="add")
+    one, both = (LoopedLM(folder, num_loops=depths, device="cpu", state_seed=3) for depths in (2, [1, 2]))
+    found, expected = (lm.score_documents([[3, 4, 5, 6]])[0][-1, 0].item() for lm in (both, one))
+    assert found == pytest.approx(expected, rel=1e-5)
+    ids = one.tokenizer("a b", return_tensors="pt")["input_ids"]
+    settings = {"max_new_tokens": 6, "do_sample": False, "num_loops": 2}
+    seeded, other = (one.model.generate(ids, state_seed=seed, **settings)[0, 2:] for seed in (3, None))
+    (text,) = one.generate_until([asked_to_write("a b")], disable_tqdm=True)
+    assert text == one.tokenizer.decode(seeded, skip_special_tokens=True)
+    assert not seeded.equal(other)
 
 
 # early exit

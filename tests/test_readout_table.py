@@ -96,11 +96,13 @@ def test_every_position_of_every_window_counts(tmp_path, system):
     "loss", ["terminal", "per_loop", "last_third", "exit_weighted", "exit_weighted_logits", "gate"]
 )
 def test_the_trained_loss_is_the_one_of_training(tmp_path, capsys, loss):
-    """In 4 loops, of which 2 are the last third."""
+    """In the 4 loops of training, of which 2 are the last third, though the model as it is saved takes fewer."""
     folder = make_run(tmp_path / "run", "readout_terminal_raw", seed=0, joined_by=" ")
     gate = {"exit_gate": "raw", "exit_entropy_weight": 0.0} if "exit" in loss or loss == "gate" else {}
     model = tiny_model(vocab_size=30, num_loops=4, max_position_embeddings=LENGTH + 1, loop_loss=loss, **gate)
+    model.config.trained_num_loops, model.config.num_loops = 4, 3
     model.save_pretrained(folder / "final")
+    model.config.num_loops = 4
     result = readout_table.main([str(folder), "--dtype", "float64"])
     found, system = result["runs"]["run"], result["systems"]["run"]
     assert len(found["loss_at"]) == 4 and len(set(found["loss_at"])) == 4 and system["seeds"] == 1
