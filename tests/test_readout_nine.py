@@ -68,7 +68,7 @@ ROWS = {
     ],
     "arc_challenge": [{"id": "0", "question": "k l ?", "choices": letters(*"mnop"), "answerKey": "B"}],
     "hellaswag": [
-        {"ctx_a": "a b [step] c", "ctx_b": "d e", "ctx": "x", "endings": ["f g", "h", "i", "j k l"], "label": "3"},
+        {"ctx_a": "a b [step] c", "ctx_b": "d E", "ctx": "x", "endings": ["f g", "h", "i", "j k l"], "label": "3"},
         {"ctx_a": "a b", "ctx_b": "", "ctx": "x", "endings": list("cdef"), "label": "0"},
         {"ctx_a": "unlabelled", "ctx_b": "", "ctx": "x", "endings": list("cdef"), "label": ""},
     ],
@@ -102,7 +102,7 @@ ASKED = {
         ("Question: b ?\nAnswer:", ["c", "d d", "e"], 2),
     ],
     "arc_challenge": [("Question: k l ?\nAnswer:", list("mnop"), 1)],
-    "hellaswag": [("a b [step] c D e", ["f g", "h", "i", "j k l"], 3), ("a b", list("cdef"), 0)],
+    "hellaswag": [("a b [step] c D E", ["f g", "h", "i", "j k l"], 3), ("a b", list("cdef"), 0)],
     "openbookqa": [("Question: a b c\nAnswer:", ["d", "e e", "f", "g"], 3)],
 }
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 import shutil
 from html.parser import HTMLParser
@@ -355,6 +356,14 @@ def save_results(path, accuracy: float, config: dict, **others):
     path.write_text(json.dumps({"results": {"hop": metrics}, "config": config, **others}))
 
 
+def test_the_newest_result_is_that_of_the_latest_time(tmp_path):
+    run = make_run(tmp_path / "first")
+    for name, accuracy, age in (("a", 0.5, 0), ("b", 0.25, 60)):
+        save_results(run / f"eval/results_{name}.json", accuracy, {"num_loops": 2})
+        os.utime(run / f"eval/results_{name}.json", (1e9 - age, 1e9 - age))
+    assert results_of(RunFolder(run, "first"))[0]["hop acc"] == {"": {2: (0.5, 0.01)}}
+
+
 def test_results_of_other_settings_are_curves_of_their_own(tmp_path):
     """A trial with few questions, or with exits, after the whole evaluation: no point of its curve."""
     run = make_run(tmp_path / "first")
@@ -365,9 +374,11 @@ def test_results_of_other_settings_are_curves_of_their_own(tmp_path):
     save_results(run / "eval/results_2.json", 1.0, {**config, "num_loops": 2, "limit": 3.0}, **trial)
     exits = {"num_loops": 2, "exit_criterion": "kl", "exit_threshold": 0.5, "min_loops": 1}
     save_results(run / "eval/results_3.json", 0.0, {**config, **exits}, **whole)
+    save_results(run / "eval/results_4.json", 0.5, {**config, "num_loops": 2}, **whole, chat_template="{{ turns }}")
     found, _, _ = results_of(RunFolder(run, "first"))
     assert found["hop acc"] == {
         "24 questions, no exits": {1: (0.25, 0.01), 2: (0.375, 0.01)},
+        "24 questions, with a chat template, no exits": {2: (0.5, 0.01)},
         "3 questions, no exits": {2: (1.0, 0.01)},
         "24 questions, exit_criterion=kl exit_threshold=0.5 min_loops=1": {2: (0.0, 0.01)},
     }

@@ -15,6 +15,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from looped_eval.serve.stop_texts import StopTexts
 from looped_recipes.common.errors import CommandError
 from modeling_looped.row_prompts import Prompt
 from modeling_looped.shared_passes import SharedPasses
@@ -232,6 +233,10 @@ def test_an_answer_ends_before_its_stop_text():
         parts = [part.choices[0] for part in ask(**asked, stop=stop, stream=True)]
         assert "".join(part.delta.content or "" for part in parts) == whole[:begin]
         assert parts[-1].finish_reason == "stop"
+
+
+def test_of_several_stop_texts_the_first_in_the_answer_ends_it():
+    assert StopTexts(["b", "a"]).before("xaby", is_last=True) == "x"
 
 
 def test_a_stop_text_is_not_looked_for_in_the_prompt():

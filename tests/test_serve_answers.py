@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from looped_eval.serve.likelihoods import LEAST, likelihoods
 from modeling_looped.exit_criteria import ExitRule
 from tests.helpers import tiny_model, tiny_tokenizer
 from tests.test_serve import complete, expected, letters_tokenizer, openai, serving
@@ -103,6 +104,15 @@ def test_log_probabilities_are_the_models_own(served):
     _, values = generated(model, tokenizer, "a b c", {}, 1)
     assert found.token_logprobs == pytest.approx([values[0, 7].item()], abs=1e-5)
     assert [*found.top_logprobs[0]] == found.tokens  # the token itself alone
+
+
+def test_log_probabilities_of_half_precision_and_of_the_impossible():
+    """Taken in float32; JSON has no infinity."""
+    logits = torch.randn(2, 30, generator=torch.Generator().manual_seed(0)).bfloat16()
+    logits[1, 5] = -math.inf
+    first, second = likelihoods(tiny_tokenizer(), [3, 4, 5], logits, 0)
+    assert first.logprob == pytest.approx(logits[0].double().log_softmax(-1)[4].item(), abs=1e-5)
+    assert second.logprob == LEAST == -9999
 
 
 def test_log_probabilities_in_a_conversation(served):

@@ -108,6 +108,8 @@ def test_the_first_sentence_says_how_long_tokens_took():
     other = a_shown("d", loops=4).pieces
     mixed = shown._replace(pieces=shown.pieces + other)
     assert finding(mixed) == "A token took 2.50 of 4 loops in the mean; 3 of 4 took 2 loops."
+    one_character = Piece("é", [token for piece in mixed.pieces for token in piece.tokens])
+    assert shown._replace(pieces=[one_character]).mean_loops == 2.5
 
 
 def test_colours_run_over_the_scale_and_stay_readable():
@@ -175,6 +177,12 @@ def test_loops_and_margins_are_those_of_the_model(folder, tmp_path, capsys):
         torch.testing.assert_close(found, best[:, 0] - best[:, 1], atol=1e-4, rtol=1e-4)
     read = Page(output.read_text(encoding="utf-8"))
     assert read.shown == tokenizer.decode(outputs.sequences[0]) and len(read.tokens) == 20
+
+
+def test_a_seed_samples_the_same_text_again(folder):
+    options = ["--temperature", "1", "--max-new-tokens", "8", "--seed", "1", "--output", str(folder / "page.html")]
+    first, again = (show_loops.main([str(folder), "a b", *options]) for _ in range(2))
+    assert first == again
 
 
 def test_the_rule_is_that_of_generation_config_unless_told(folder):

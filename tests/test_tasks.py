@@ -10,8 +10,10 @@ import yaml
 from lm_eval import simple_evaluate
 from lm_eval.api.model import LM
 from lm_eval.tasks import TaskManager
+from lm_eval.tasks.wikitext import preprocess_wikitext
 
 from looped_eval.tasks import generate, generators
+from looped_eval.tasks.text import process_results
 from tests.helpers import quick_and_slow
 from tests.helpers_harness import AnsweringModel
 
@@ -226,6 +228,7 @@ def test_sums_give_nothing_away():
         values = [int(choice.replace(" ", "")) for choice in question["choices"]]
         low, second, third, high = sorted(values)
         assert low + high == second + third
+        assert all(word.isdigit() for choice in question["choices"] for word in choice.split())
         ranks[sorted(values).index(values[question["answer"]])] += 1
     assert all(abs(ranks[rank] - 100) < 40 for rank in range(4))  # four and a half standard deviations
 
@@ -325,6 +328,11 @@ def test_corpus_is_held_out_and_counted_in_bytes(offline):
     results = evaluate(offline, AnsweringModel(), ["looped_corpus"])["looped_corpus"]
     assert results["bits_per_byte,none"] == pytest.approx(8)
     assert results["byte_perplexity,none"] == pytest.approx(256)
+
+
+@pytest.mark.parametrize("text", ["a b", " a  b\n", "é\n"])
+def test_words_and_bytes_are_counted_as_lm_eval_counts_those_of_wikitext(text):
+    assert process_results({"text": text}, (-2.0,)) == preprocess_wikitext.process_results({"page": text}, (-2.0,))
 
 
 # what papers report
