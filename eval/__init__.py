@@ -1,1 +1,1 @@
-"""Evaluation and measurements of trained models: `looped benchmark`."""
+"""Evaluation and measurements: lm-eval at every depth, diagnostics, scaling laws, benchmarks, a server."""

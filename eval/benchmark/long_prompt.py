@@ -1,5 +1,4 @@
-"""How long rows that decode wait for the prompt of another request: cut into parts, between whose loops they go on,
-over whole.
+"""How long decoding rows pause for another request's prompt: cut into parts, compared with the whole prompt at once.
 
 Called by `looped benchmark long_prompt`.
 """

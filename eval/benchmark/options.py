@@ -6,7 +6,7 @@ depths   time of one pass that gives the logits of every depth over one full-dep
 decode   llama, bandwidth and exits; with a --model also speculation and sharing
 llama    tokens/s of cached greedy decoding over transformers' Llama of the same unrolled depth
 bandwidth   tokens/s of greedy decoding of one row over both limits of bandwidth, of memory and of the cache
-graphs   speed of decoding on a GPU whose passes are CUDA graphs, over that kernel by kernel
+graphs   speed of decoding on a GPU whose passes are CUDA graphs, over launching kernel by kernel
 exits    speed of decoding with early exit over what the FLOPs of the loops and checks that ran predict
 speculation   speed of self-speculation over full depth, on the trained model --model
 sharing  bytes of the cache and loss of decoding under each cache_sharing, on the trained model --model
@@ -18,7 +18,7 @@ products  time of products of few rows, attention, decoding and training by the 
 harness  time to score multiple-choice requests at all depths over lm-eval's own model at one, and at each in turn
 
 Each but `decode` prints one JSON line with the command, commit and hardware. The two sides of a ratio are timed in
-turns, and the ratio is that of their least times, which what else the machine does disturbs least. For `exits` it is
+turns, and the ratio is that of their shortest times, which other load disturbs least. For `exits` it is
 the median over the turns, and is given twice: while all rows are at work, and to the end, where the last rows run by
 themselves.
 """

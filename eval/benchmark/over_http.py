@@ -1,4 +1,4 @@
-"""Requests the same completions over HTTP from `eval.serve` and from vLLM, each in a separate process."""
+"""Requests the same completions over HTTP from `looped serve` and from vLLM, each in a separate process."""
 
 import json
 import os

@@ -1,1 +1,1 @@
-"""Proves the project on one GPU: tests, benchmarks, one real training, evidence."""
+"""Checks the project on one GPU: tests, benchmarks, one real training, evidence."""

@@ -1,4 +1,4 @@
-"""Proves the project on a GPU: `looped gpu OUT [options]`, or `bash recipes/gpu_check.sh OUT [options]`.
+"""Checks the project on a GPU: `looped gpu OUT [options]`, or `bash recipes/gpu_check.sh OUT [options]`.
 
 Runs the tests marked `gpu`, the benchmarks, one real training and small runs of the papers' claims, one after the
 other. Each has its own process and its own limit of time, and one that fails stops no other. Every number is in

@@ -1,4 +1,4 @@
-"""The page of `eval.show_loops`: text whose tokens are coloured by the loops they took. No scripts, no other files."""
+"""The page of `looped show`: text whose tokens are coloured by the loops they took. No scripts, no other files."""
 
 from html import escape
 from typing import NamedTuple

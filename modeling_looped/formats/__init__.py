@@ -1,11 +1,13 @@
 """Layouts that are not ours: published looped models, and dense ones that are made to loop.
 
-    model = LoopedForCausalLM.from_pretrained("ByteDance/Ouro-1.4B")          # or a folder; so do the other heads
+    model = LoopedForCausalLM.from_pretrained("ByteDance/Ouro-1.4B")          # a folder works too
     model.save_pretrained("ouro")                                             # in our layout, which opens anywhere
     save_public(model, "back", "ouro")                                        # and in that of the release
 
     register_public_formats()                                                 # AutoModelForCausalLM, pipeline, lm_eval
-    looped convert ByteDance/Ouro-1.4B ouro                        # the same from the command line
+From the command line:
+
+    looped convert ByteDance/Ouro-1.4B ouro
     looped convert ouro back --to ouro
 
 What opens: Ouro, Huginn, Llama models that were retrofitted in its form, Parcae, Nanbeige. A layout is one small file:

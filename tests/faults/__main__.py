@@ -19,9 +19,9 @@ from tests.faults.campaign import Outcome, campaigns, run_campaign
 
 OUTCOMES = get_args(Outcome)
 INTRODUCTION = """\
-Faults on purpose, and what came of them. Right: the result is bit for bit that without the fault. Refused: one line
-that quotes what is wrong and says what to do. Silent: a wrong result without a word. Traceback: an error that advises
-nothing. Lost: work that cannot be resumed.""".splitlines()
+Faults on purpose, and what came of them. Right: the result equals, bit for bit, that of a run without it. Refused: one
+line that quotes what is wrong and says what to do. Silent: a wrong result without a word. Traceback: an error that
+advises nothing. Lost: work that cannot be resumed.""".splitlines()
 
 
 def main(arguments: list[str] | None = None):
