@@ -125,6 +125,10 @@ class LoopedGenerationMixin(Generative):
                 "generate does not take initial_state, which has none for new tokens: pass state_seed, which draws "
                 "that of every position, or call the model"
             )
+        refuse_if(
+            arguments.get("exit_rule") is not None,
+            "generate does not take exit_rule, but its parts: pass exit_criterion, exit_threshold and so on",
+        )
         for config in (self.generation_config, passed_config):
             if config is not None:
                 # without a generation_config.json it is made from config.json, and has the model's fields too
