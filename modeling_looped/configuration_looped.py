@@ -58,7 +58,7 @@ def check_format_version(version: int):
         raise ValueError(
             f"this config has format_version={version}, but the installed modeling_looped reads 1 to "
             f"{FORMAT_VERSION}. "
-            "Upgrade modeling_looped, or load with trust_remote_code=True to use the model's own code."
+            "Upgrade modeling_looped, or, in a process that does not import it, pass trust_remote_code=True."
         )
 
 
