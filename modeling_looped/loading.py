@@ -97,8 +97,9 @@ def class_beside_weights(cls: type, path, kwargs: dict) -> type:
             found = get_class_from_dynamic_module(reference, path, **kwargs)
             if not issubclass(found, cls):
                 raise LoopedCheckpointError(
-                    f"the code beside the checkpoint {path} defines {found.__name__}, which is no {cls.__name__}: "
-                    "open it by that class"
+                    f"the code beside the checkpoint {path} defines {found.__name__}, which is no {cls.__name__} of "
+                    "the installed package: open it by that class, or in a process that does not import "
+                    "modeling_looped"
                 )
             found.register_for_auto_class(auto_class)  # so that its code is saved with it again
             return found
@@ -107,7 +108,7 @@ def class_beside_weights(cls: type, path, kwargs: dict) -> type:
 
 def refuse_class_of_others(path, cls, architectures: list[str] | None):
     """Refuse a checkpoint of a foreign class: its forward may differ even if all its tensors fit."""
-    if is_ours(cls) and architectures and not OUR_CLASSES.intersection(architectures):
+    if is_ours(cls) and architectures and not {*OUR_CLASSES, cls.__name__}.intersection(architectures):
         raise LoopedCheckpointError(
             f"the checkpoint {path} was saved by {', '.join(architectures)}, a class that is not of this package, so "
             f"{cls.__name__} may compute something else: open it by that class, or with trust_remote_code=True where "

@@ -97,11 +97,22 @@ def test_trusted_code_of_our_own_class_changes_nothing(tmp_path):
     assert type(opened) is LoopedForCausalLM
 
 
+def test_a_class_in_a_copy_of_the_package_opens_what_it_saved(tmp_path):
+    """As a file beside the weights defines one, with `from .causal_lm import LoopedForCausalLM`."""
+    own = type("Own", (LoopedForCausalLM,), {"__module__": "modeling_looped.own"})
+    own(tiny_config()).save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["Own"]
+    assert type(own.from_pretrained(tmp_path)) is own
+    with pytest.raises(LoopedCheckpointError, match="saved by Own, .*LoopedForCausalLM may compute something else"):
+        LoopedForCausalLM.from_pretrained(tmp_path)
+
+
 def test_code_of_another_family_is_refused(written, tmp_path):
     own = class_in_file(written(CODE))
     own(tiny_config(injection="add")).save_pretrained(tmp_path / "saved")
     (tmp_path / "saved" / "own_gated.py").write_text("class GatedForCausalLM:\n    pass\n")
-    with pytest.raises(LoopedCheckpointError, match="defines GatedForCausalLM, which is no LoopedForCausalLM"):
+    message = "defines GatedForCausalLM, which is no LoopedForCausalLM .* process that does not import modeling_looped"
+    with pytest.raises(LoopedCheckpointError, match=message):
         LoopedForCausalLM.from_pretrained(tmp_path / "saved", trust_remote_code=True)
 
 
