@@ -159,7 +159,7 @@ def check_softcap(softcap: float | None, implementation: str):
     """Refuse kernels without a softcap on scores; some of them would leave it out silently."""
     if softcap is not None and ("sdpa" in implementation or implementation in ("paged|eager", "sglang")):
         raise ValueError(
-            f"attn_implementation={implementation!r} has no softcap on scores, and attention_softcap={softcap}: use "
+            f"attn_implementation={implementation!r} has no softcap, which attention_softcap={softcap} needs: use "
             "'eager' (continuous batching: use generate), 'flex_attention', or a flash attention that has one"
         )
 
@@ -206,8 +206,8 @@ def check_pass(
         )
     if plan.is_mixed and is_recorded(config, options):
         raise ValueError(
-            f"output_hidden_states and output_attentions need one depth for all rows, got {plan.depths}; use "
-            "output_loop_hidden_states, or run rows of one depth together"
+            f"output_hidden_states and output_attentions need one depth for all rows, got {plan.depths}; run rows of "
+            "one depth together, or call the model with output_loop_hidden_states"
         )
     selected = recorded(config, options)["output_hidden_states"]
     num_blocks = config.num_prelude_layers + config.num_core_layers * plan.max_depth + config.num_coda_layers

@@ -124,12 +124,12 @@ class DepthOptions:
         if self.exit_criterion is None:
             alone = [name for name in FIELDS_BESIDE_CRITERION if asked.get(name) not in (None, DEPTH_FIELDS[name])]
             if alone:
-                criterion = "gate" if self.exit_selection == "weighted" else "logit_margin"
+                criterion = "gate" if self.exit_selection == "weighted" else "kl"
                 raise ValueError(f"{', '.join(alone)} without exit_criterion: name the criterion, e.g. {criterion!r}")
         elif self.exit_selection == "weighted":
             if unread := [name for name in FIELDS_OF_CHECKS if asked.get(name) not in (None, DEPTH_FIELDS[name])]:
                 raise ValueError(
-                    f"exit_selection='weighted' reads out all loops, so nothing reads {', '.join(unread)}: leave out"
+                    f"exit_selection='weighted' reads out every loop and has no use for {', '.join(unread)}: leave out"
                 )
         refuse_if(
             self.cache_dtype not in (None, "int8"),
@@ -203,8 +203,8 @@ class DepthOptions:
         reads_late = self.exit_read_interval > 1 and self.exit_criterion is not None and not self.runs_all_loops
         refuse_if(
             is_shared and reads_late,
-            f"cache_sharing={sharing!r} gives several loops one slot, where tokens that run on behind their exit, as "
-            f"with exit_read_interval={self.exit_read_interval}, would leave other keys: leave one out",
+            f"with exit_read_interval={self.exit_read_interval} tokens run past their exits and would overwrite keys "
+            f"that cache_sharing={sharing!r} shares between loops: leave one out",
         )
         is_another = sharing_of(cache) != sharing or (self.is_int8 and not isinstance(cache, LoopedCache))
         contradictions = {
@@ -266,6 +266,6 @@ def depth_argument(num_loops) -> int | torch.Tensor:
 def refuse_sharing(sharing: str, mode: str):
     refuse_if(
         sharing != "none",
-        f"cache_sharing={sharing!r} makes a token's cache depend on how the sequence was cut into passes, and {mode} "
-        "cuts it otherwise: use one of the two",
+        f"with cache_sharing={sharing!r} the result depends on which tokens run in one pass, and {mode} changes that: "
+        "use one of the two",
     )

@@ -241,7 +241,7 @@ class ExitRule:
         if criterion == "gate" and config.exit_gate == "none":
             raise ValueError(
                 "exit_criterion='gate' needs a model with an exit gate, but this one has exit_gate='none': use "
-                "another criterion, e.g. 'logit_margin'"
+                "another criterion with a threshold of its own, e.g. 'kl'"
             )
         if config.reads_run_depth:
             raise ValueError(
@@ -257,9 +257,8 @@ class ExitRule:
             raise TypeError(f"exit_threshold must be a number, got {threshold!r}")
         if math.isnan(threshold) or (threshold < self.criterion.least and math.isfinite(threshold)):
             raise ValueError(
-                f"exit_threshold={threshold} is never meant: every score of {criterion!r} is at least "
-                f"{self.criterion.least:g}. "
-                f"Exits are {'above' if self.criterion.exits_above else 'below'} the threshold."
+                f"exit_threshold={threshold} is out of range: scores of {criterion!r} are {self.criterion.least:g} or "
+                f"more, and tokens exit {'above' if self.criterion.exits_above else 'below'} the threshold"
             )
         if criterion in ("max_prob", "gate") and 1 < float(threshold) < math.inf:
             raise ValueError(f"exit_threshold={threshold} is no probability: {criterion!r} wants one in [0, 1]")

@@ -358,7 +358,7 @@ class LoopedGenerationMixin(Generative):
             del saved["num_loops"]
         if kwargs.get("cache_implementation") == "paged" and asked:  # generate and this method would call each other
             raise ValueError(
-                f"cache_implementation='paged' does not take {listed(asked)}: use generate_batch, or leave it out"
+                f"cache_implementation='paged' does not take {listed(asked)}: leave out cache_implementation"
             )
         kwargs["continuous_batching_config"] = continuous_batching_config
         if asked or (saved and continuous_batching_config is None):

@@ -109,7 +109,7 @@ def test_pure_loops_are_nanbeige(between, tmp_path):
 @pytest.mark.parametrize(
     "to,fields,said",
     [
-        ("llama", {}, "loops 3 times.*--unroll"),
+        ("llama", {}, "loops 3 times.*--unroll.*--num-loops 1 makes"),
         ("llama", {"num_loops": 1, "qk_norm": "free", "logit_softcap": 9.0}, "logit_softcap=9.0, qk_norm='free'"),
         ("nanbeige", {"injection": "add", "num_coda_layers": 1}, "num_coda_layers=1.*injection='add'"),
         ("ouro", {}, "exit_gate='none'"),
@@ -187,7 +187,7 @@ def test_a_tokenizer_that_is_not_there(tmp_path):
 
 def test_a_layout_whose_own_fields_do_not_go_with_the_model(tmp_path):
     tiny_model(num_prelude_layers=0, num_coda_layers=0).save_pretrained(tmp_path / "ours")
-    with pytest.raises(ValueError, match="layout of Huginn cannot say this model's config"):
+    with pytest.raises(ValueError, match="layout of Huginn cannot say this model: as it reads, coda_input='norm'"):
         run(tmp_path / "ours", tmp_path / "out", "--to", "huginn")
 
 

@@ -413,7 +413,7 @@ def test_wrong_backprop_loops(backprop_loops, error):
 def test_recorded_states_and_attentions_need_one_depth():
     model, ids = tiny_model(attn_implementation="eager"), random_ids(2, 4)
     for asked in ("output_hidden_states", "output_attentions"):
-        with pytest.raises(ValueError, match=r"one depth for all rows, got \[1, 2\]"):
+        with pytest.raises(ValueError, match=r"one depth for all rows, got \[1, 2\]; run rows of one depth"):
             model(ids, num_loops=[1, 2], **{asked: True})
         assert getattr(model(ids, num_loops=[2, 2], **{asked: True}), asked.removeprefix("output_")) is not None
         setattr(model.config, asked, True)

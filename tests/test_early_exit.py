@@ -334,7 +334,7 @@ def test_a_pass_with_exits_gives_what_is_asked_for(selection):
     for refused in ({"labels": text}, {"shift_labels": text}, {"backprop_loops": 1}, {"output_loop_logits": True}):
         with pytest.raises(ValueError, match=f"does not go with {next(iter(refused))}: leave one out"):
             model(text, exit_rule=rule, **refused)
-    with pytest.raises(ValueError, match="exit_threshold=-0.5 is never meant"):
+    with pytest.raises(ValueError, match="exit_threshold=-0.5 is out of range"):
         model(text, exit_rule=ExitRule("max_prob", -0.5, selection=selection))
     with pytest.raises(TypeError, match="exit_rule='kl': make one of logit_margin, .*ExitRule"):
         model(text, exit_rule="kl")

@@ -509,7 +509,7 @@ def test_continuous_batching_runs_a_saved_depth():
 
 
 def test_paged_cache_of_generate_refuses_a_depth():
-    with pytest.raises(ValueError, match="does not take num_loops"):
+    with pytest.raises(ValueError, match="does not take num_loops=2: leave out cache_implementation"):
         greedy(model_of("plain"), random_ids(1, 4), cache_implementation="paged", num_loops=2)
 
 

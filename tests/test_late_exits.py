@@ -136,7 +136,7 @@ def test_requests_with_reads_of_their_own_share_passes():
 @pytest.mark.parametrize(
     "error, message, more",
     [
-        (ValueError, "cache_sharing='last'.*exit_read_interval=2.*leave one out", {"cache_sharing": "last"}),
+        (ValueError, "exit_read_interval=2.*cache_sharing='last'.*leave one out", {"cache_sharing": "last"}),
         (TypeError, "exit_read_interval must be an int, got 1.5", {"exit_read_interval": 1.5}),
         (ValueError, "exit_read_interval must be at least 1, got 0", {"exit_read_interval": 0}),
         (ValueError, "exit_read_interval without exit_criterion", {"exit_criterion": None, "exit_threshold": None}),

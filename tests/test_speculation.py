@@ -637,7 +637,7 @@ REFUSED = {
         ValueError,
         "draft_loops=1 gives .* exit_criterion='max_prob' that of early exits: pass one of the two as None",
     ),
-    "sharing": ({"draft_loops": 1, "cache_sharing": "last"}, ValueError, "cache_sharing='last' .* draft_loops=1 cuts"),
+    "sharing": ({"draft_loops": 1, "cache_sharing": "last"}, ValueError, "'last' .* draft_loops=1 changes"),
     "beams": (
         {"draft_loops": 1, "num_beams": 2},
         ValueError,
@@ -705,7 +705,7 @@ def test_a_cache_that_shares_slots_is_refused(kept):
     if kept:
         cache = greedy(model, ids, cache_sharing="cyclic-2", return_dict_in_generate=True).past_key_values
         ids = random_ids(1, 5 + NEW)
-    with pytest.raises(ValueError, match="cache_sharing='cyclic-2' .* draft_loops=1 cuts it otherwise"):
+    with pytest.raises(ValueError, match="cache_sharing='cyclic-2' .* draft_loops=1 changes that"):
         greedy(model, ids, draft_loops=1, past_key_values=cache)
 
 

@@ -104,10 +104,15 @@ def check_core(kept: dict[str, list[int]], core: int | None):
     layers = kept["core"]
     if core is not None and core != len(layers):
         first, last = len(kept["prelude"]), len(kept["coda"])
+        advice = "lower the numbers"
+        if core < len(layers):
+            advice = (
+                "name those to keep with layers=[...], or make fewer core layers of more with core_init='average', "
+                "'lower' or 'stepwise'"
+            )
         raise ValueError(
             f"prelude + core + coda = {first} + {core} + {last} = {first + core + last}, but "
-            f"{first + len(layers) + last} dense layers are kept: name those to keep with layers=[...], or make fewer "
-            "core layers of more with core_init='average', 'lower' or 'stepwise'"
+            f"{first + len(layers) + last} dense layers are kept: {advice}"
         )
 
 

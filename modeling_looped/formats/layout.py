@@ -185,7 +185,7 @@ def said_differently(layout: Layout, config: LoopedConfig, stored: dict) -> list
     try:
         back = LoopedConfig(**layout.read_config(stored))
     except LoopedConfigError as error:  # values that the layout always has do not fit those of this model
-        raise LoopedConfigError(f"the layout of {layout.title} cannot say this model's config: {error}") from error
+        raise LoopedConfigError(f"the layout of {layout.title} cannot say this model: as it reads, {error}") from error
     unsaid = {*OF_TRAINING, *OF_RELEASES, *layout.said_elsewhere}
     ours = {name: getattr(config, name) for name in LoopedConfig.__annotations__ if name not in unsaid}
     return [f"{name}={value!r}" for name, value in ours.items() if value != getattr(back, name)]

@@ -86,8 +86,8 @@ def as_one_stack(config: LoopedConfig, unroll: bool) -> LoopedConfig:
     if config.num_loops > 1 and not unroll:
         raise LoopedConfigError(
             f"the model loops {config.num_loops} times, and llama has no loops: --unroll writes the "
-            f"{config.num_core_layers} layers of the loop {config.num_loops} times over, or num_loops=1 makes it a "
-            "model of one loop"
+            f"{config.num_core_layers} layers of the loop {config.num_loops} times over, or --num-loops 1 makes it "
+            "a model of one loop"
         )
     own = LoopedConfig.__annotations__.keys() - OF_TRAINING
     values: dict[str, Any] = {name: getattr(config, name) for name in own}
