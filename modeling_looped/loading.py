@@ -41,8 +41,9 @@ def refuse_arguments_of_generate(kwargs: dict):
     found = [name for name in kwargs if name in DEPTH_FIELDS and name != "num_loops"]
     if found:
         raise UnknownNameError(
-            f"{', '.join(found)}: not of loading, but of generate and generation_config. In lm-eval pass them in "
-            "--gen_kwargs, or use `looped eval --model looped`, which takes them in --model_args"
+            f"from_pretrained does not take {', '.join(found)}: pass them to generate, or set them in "
+            "model.generation_config. In lm-eval pass them in --gen_kwargs, or use `looped eval --model looped`, "
+            "which takes them in --model_args"
         )
 
 

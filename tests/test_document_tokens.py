@@ -103,7 +103,7 @@ def test_documents_of_tokens_are_masked_by_the_token_that_they_have(make_data, t
     with pytest.raises(RecipeError, match="document_tokens=end would have no effect with data.token_field"):
         recipe_from_dict({"data": {**masked, "document_masking": False, "document_tokens": "end"}})
     with pytest.raises(
-        RecipeError, match=r"token 0 \('<s>'\) begins, .* in none of the 200 .*data.document_tokens=end"
+        RecipeError, match=r"token 0 \('<s>'\) where .* begins, .* in none of the 200 .*data.document_tokens=end"
     ):
         shards.prepare(make_data(**masked))
     train = shards.prepare(make_data(**masked, document_tokens="end")).train

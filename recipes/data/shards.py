@@ -390,8 +390,8 @@ def _refuse_unmarked(rows: dict[str, PackedRows], data: DataConfig, tokenizer, c
     if num_documents > 1 and not any((shard == mark).any() for split in SPLITS for shard in rows[split].shards):
         what = "ends" if data.document_tokens == "end" else "begins"
         raise RecipeError(
-            f"data.document_masking keeps documents apart that token {mark} ({tokenizer.bos_token!r}) {what}, which "
-            f"is in none of the {num_documents} of {data.source!r}: data.document_tokens=end takes the token that "
+            f"data.document_masking needs token {mark} ({tokenizer.bos_token!r}) where a document {what}, but it is "
+            f"in none of the {num_documents} of {data.source!r}: data.document_tokens=end takes the token that "
             "ends documents (eos) instead of the one that begins them, and data.start_token names another"
         )
 

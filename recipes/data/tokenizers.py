@@ -219,9 +219,9 @@ class Encoder:
         place = next(place for place, id in enumerate(ids) if id in self.marks)
         begin, end = self.tokenizer.encode(text, add_special_tokens=False).offsets[place]
         raise RecipeError(
-            f"the tokenizer makes {text[begin:end]!r} inside a document the token that marks where documents begin or "
-            f"end ({ids[place]}): {text[max(0, begin - 40) : end + 40]!r}. Leave such documents out, or name another "
-            "tokenizer"
+            f"a document contains {text[begin:end]!r}, which the tokenizer turns into the token that begins or ends "
+            f"documents ({ids[place]}): {text[max(0, begin - 40) : end + 40]!r}. Leave such documents out, or name "
+            "another tokenizer"
         )
 
     def num_bytes(self, text: str) -> int:

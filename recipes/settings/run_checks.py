@@ -152,8 +152,8 @@ def check_keys(recipe: Recipe, config: LoopedConfig):
     last = config.key_value_interval * (most - 1)  # the last loop that computes keys and values
     if window < config.key_value_interval or deepest - window > last:
         raise RecipeError(
-            f"depth.backprop_loops={depth.backprop_loops} leaves steps in which no loop with gradients computes keys "
-            f"and values (model.key_value_interval={config.key_value_interval}, "
+            f"with depth.backprop_loops={depth.backprop_loops!r} no loop with gradients computes keys and values in "
+            f"some steps (model.key_value_interval={config.key_value_interval}, "
             f"model.num_key_value_loops={config.num_key_value_loops}): leave out backprop_loops, or share fewer"
         )
 
