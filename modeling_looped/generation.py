@@ -105,7 +105,9 @@ class LoopedGenerationMixin(Generative):
             kwargs[CACHE] = cache
         kwargs |= {name: asked[name] for name in DEPTH_FIELDS if asked[name] is not AS_SAVED}
         prompts = (kwargs.get("inputs_embeds"), inputs, kwargs.get("input_ids"))
-        check_prompt(next((prompt for prompt in prompts if prompt is not None), None))
+        prompt = next((prompt for prompt in prompts if prompt is not None), None)
+        check_prompt(prompt)
+        check_mask(kwargs.get("attention_mask"), prompt, cache)
         self._check_names(kwargs, generation_config)
         with decoding(self):
             return super().generate(inputs, generation_config, *args, **kwargs)
@@ -408,6 +410,18 @@ def check_prompt(prompt):
             f"the prompt has shape {tuple(prompt.shape)}, but must be [batch, length] with at least one token in each "
             "of at least one row; without a prompt, pass none, and bos_token_id begins"
         )
+
+
+def check_mask(mask, prompt, cache):
+    """Refuse a mask that is not of the prompt, or of what the cache holds and the prompt after it."""
+    if not (torch.is_tensor(mask) and torch.is_tensor(prompt)) or mask.ndim > 2 or mask.shape == prompt.shape[:2]:
+        return
+    shape = (len(prompt), prompt.shape[1] + (0 if cache is None else int(cache.get_seq_length())))
+    refuse_if(
+        mask.shape != shape,
+        f"attention_mask has shape {tuple(mask.shape)}, but the prompt, with what the cache holds, has {shape}; they "
+        "must be equal",
+    )
 
 
 def beside_defaults(generation_config) -> dict:

@@ -508,6 +508,16 @@ def test_continuous_batching_runs_a_saved_depth():
     assert config.num_loops == 3
 
 
+def test_a_mask_may_be_of_what_the_cache_holds_too():
+    model, ids = model_of("plain"), random_ids(2, 7)
+    mask, cache = torch.ones_like(ids), LoopedCache(model.config)
+    mask[1, :2] = 0
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    model(ids[:, :4], attention_mask=mask[:, :4], position_ids=positions[:, :4], cache=cache)
+    found = greedy(model, ids[:, 4:], attention_mask=mask, cache=cache)
+    assert torch.equal(found[:, 3:], greedy(model, ids, attention_mask=mask)[:, 7:])
+
+
 def test_paged_cache_of_generate_refuses_a_depth():
     with pytest.raises(ValueError, match="does not take num_loops=2: leave out cache_implementation"):
         greedy(model_of("plain"), random_ids(1, 4), cache_implementation="paged", num_loops=2)
