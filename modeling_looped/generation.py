@@ -36,7 +36,7 @@ from .outputs import AskedOutputs, LoopedGenerateBeamOutput, LoopedGenerateOutpu
 from .row_engine import RowEngine, obstacle_to_row_engine
 from .row_view import kernels_of_single_queries
 from .samplers import generator_of
-from .shared_passes import generate_together, room_beside, shared_passes_of
+from .shared_passes import generate_together, read_prompts, room_beside, shared_passes_of
 from .speculation import speculate
 from .tensors import on_device
 
@@ -350,6 +350,9 @@ class LoopedGenerationMixin(Generative):
             f"{ADAPTERS_OF_ROWS} follow the places of rows in the batch, which generate_batch changes: run the rows "
             "of each adapter by themselves, or take generate at one depth",
         )
+        ends = self.generation_config.eos_token_id  # often also the padding
+        padding = {kwargs.get("pad_token_id"), self.generation_config.pad_token_id}
+        inputs = read_prompts(inputs, padding.union(ends if isinstance(ends, list) else [ends]))
         of_batches = {*signature(super().generate_batch).parameters}
         self._check_names({name: value for name, value in kwargs.items() if name not in of_batches}, generation_config)
         given = {name: kwargs.pop(name) for name in DEPTH_FIELDS if name in kwargs}

@@ -12,6 +12,7 @@ raises, ends alone: the others go on. Calls that decode in other ways (beams, dr
 """
 
 import copy
+import reprlib
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -238,6 +239,31 @@ def room_beside(model, num_rows: int, max_length: int):
     return nullcontext() if shared is None else shared.beside(num_rows, max_length)
 
 
+def read_prompts(inputs, padding: set) -> list[list[int]]:
+    """Return the ids of each prompt of `generate_batch`. padding: ids that may fill up the rows of a tensor."""
+    prompts = as_lists(inputs)
+    is_list = isinstance(prompts, list) and all(isinstance(prompt, list) for prompt in prompts)
+    if not is_list or any(type(token) is not int for prompt in prompts for token in prompt):
+        raise TypeError(
+            f"inputs must be one list of token ids per prompt, got {type(inputs).__name__} {reprlib.repr(prompts)}: "
+            "of a tokenizer pass tokenizer(texts).input_ids"
+        )
+    if not isinstance(inputs, (list, tuple)):
+        ends = [{prompt[end] in padding for prompt in prompts if prompt} for end in (0, -1)]
+        refuse_if(
+            {True, False} in ends,
+            "some rows of inputs begin or end with a token of padding, and others do not, but prompts have no padding "
+            "here: pass lists, tokenizer(texts).input_ids",
+        )
+    return prompts
+
+
+def as_lists(value) -> Any:
+    """Return tensors and arrays, also those within lists, as lists."""
+    value = as_python(value)
+    return [as_lists(each) for each in value] if isinstance(value, (list, tuple)) else value
+
+
 def generate_together(model, inputs, generation_config, fields: dict, max_rows: int, max_tokens, **kwargs) -> dict:
     """Run `generate_batch` with depth arguments, each with one value or a list of one per prompt."""
     from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
@@ -253,6 +279,8 @@ def generate_together(model, inputs, generation_config, fields: dict, max_rows: 
     for name, values in lists.items():
         reason = f"{name} has {len(values)} values for {len(inputs)} prompts: pass one value, or one per prompt"
         refuse_if(len(values) != len(inputs), reason)
+        reason = f"{name}={reprlib.repr(values)} holds lists: pass one value, or one per prompt"
+        refuse_if(any(isinstance(value, (list, tuple)) for value in values), reason)
 
     def fields_of(i: int) -> dict:
         return {**fields, **{name: values[i] for name, values in lists.items()}}

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import cpu_offload
+from transformers import BatchEncoding
 
 from modeling_looped import LoopedModel, continuous, shared_passes
 from modeling_looped.compatibility import CACHE
@@ -487,6 +488,7 @@ def test_bad_batches_of_prompts():
     with pytest.raises(ValueError, match="num_return_sequences=2: batches give one answer to each prompt"):
         model.generate_batch([[3, 4]], num_loops=2, do_sample=True, num_return_sequences=2)
     for wrong, message in (
+        ({"num_loops": [[1], [2]]}, r"num_loops=\[\[1\], \[2\]\] holds lists: pass one value, or one per prompt"),
         ({"num_loops": [2, 0]}, "num_loops is the number of loops to run: .*; got 0"),
         ({"num_loops": 2, "min_loops": 9}, "without exit_criterion|min_loops"),
         ({"exit_criterion": "klx"}, "exit_criterion='klx' is not known"),
@@ -498,6 +500,46 @@ def test_bad_batches_of_prompts():
     results = model.generate_batch([[3, 4], []], num_loops=[2, 2], max_new_tokens=2, **GREEDY)
     assert results["req_0"].error is None and len(results["req_0"].generated_tokens) == 2
     assert "at least one token" in results["req_1"].error and results["req_1"].generated_tokens == []
+
+
+def test_kinds_of_lists_of_prompts():
+    model, asked = build("plain"), {"num_loops": 2, "max_new_tokens": 3, **GREEDY}
+    ids = random_ids(2, 5)
+    alone = model.generate(ids, attention_mask=torch.ones_like(ids), **asked).sequences[:, 5:].tolist()
+    for prompts in (ids, ids.numpy(), list(ids), list(ids.numpy()), [list(row) for row in ids], tuple(ids.tolist())):
+        results = model.generate_batch(prompts, **asked).values()
+        assert [result.generated_tokens for result in results] == alone
+        assert [result.prompt_ids for result in results] == ids.tolist()
+
+
+@pytest.mark.parametrize("depth", [{}, {"num_loops": 2}])
+def test_what_is_no_list_of_prompts(depth):
+    model = build("plain")
+    for inputs, given in (
+        ({"input_ids": [[3, 4]]}, "dict {'input_ids'"),
+        (BatchEncoding({"input_ids": [[3, 4]]}), "BatchEncoding {'input_ids'"),
+        ("a text", "str 'a text'"),
+        (["a text", "another"], r"list \['a text', 'another'\]"),
+        ([3, 4], r"list \[3, 4\]"),
+        (random_ids(1, 4)[0], r"Tensor \["),
+        ([[3.0, 4.0]], r"list \[\[3.0, 4.0\]\]"),
+        ([[[3], [4]]], r"list \[\[\[3\], \[4\]\]\]"),
+        (None, "NoneType None"),
+    ):
+        with pytest.raises(TypeError, match=f"got {given}.*pass tokenizer.*input_ids"):
+            model.generate_batch(inputs, max_new_tokens=2, **depth)
+
+
+@pytest.mark.parametrize("padded", [[[3, 4, 5], [9, 6, 7]], [[3, 4, 5], [6, 7, 9]]])
+def test_a_tensor_with_padding_is_no_list_of_prompts(padded):
+    model, asked = build("plain"), {"num_loops": 2, "max_new_tokens": 2, "do_sample": False}
+    for pad, end in ((9, 2), (None, 9), (None, [2, 9])):
+        model.generation_config.pad_token_id, model.generation_config.eos_token_id = pad, end
+        with pytest.raises(ValueError, match="begin or end with a token of padding.*pass lists"):
+            model.generate_batch(torch.tensor(padded), **asked)
+    # lists may hold any token, and where all rows begin with it, it marks the beginning
+    for prompts in (padded, torch.tensor([[9, 3, 4], [9, 5, 6]])):
+        assert not any(result.error for result in model.generate_batch(prompts, **asked).values())
 
 
 class FailingStreamer:
