@@ -343,7 +343,8 @@ class LoopedGenerationMixin(Generative):
         """Run continuous batching: that of transformers if no depth fields are set. With depth fields (num_loops,
         exit_criterion and others, in the call, the generation config or saved with the model; in the call one value or
         a list of one per prompt), rows at different loops and tokens share every pass: see `shared_passes.py`, also
-        for `max_rows` and `max_tokens`. The results then have `token_loops`.
+        for `max_rows` and `max_tokens`. The results then have `token_loops`, and where all prompts fail by the same
+        error, it is raised.
         """
         refuse_if(
             kwargs.get("adapter_names") is not None,

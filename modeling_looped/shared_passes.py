@@ -19,6 +19,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar, copy_context
+from inspect import signature
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from .continuous import ContinuousDecoder, tick
 from .cpu import decoding, multiplying_as_in
 from .depth import check_count
 from .depth_options import DepthOptions, as_python
+from .foreign_names import GENERATION_FIELDS
 from .row_engine import PassesOfOthers, decodes_in_pages
 from .row_pages import Pages
 from .row_table import RowTable
@@ -271,6 +273,9 @@ def generate_together(model, inputs, generation_config, fields: dict, max_rows: 
     kwargs.pop("warmup", None)  # records graphs of transformers' batching
     if others := [name for name in ONLY_IN_TRANSFORMERS if kwargs.pop(name, None) not in (None, False)]:
         raise ValueError(f"{', '.join(others)}: leave out, since rows of different depth are batched otherwise")
+    of_pass = signature(model.forward).parameters.keys() - GENERATION_FIELDS
+    if inputs_of_pass := [name for name in kwargs if name in of_pass and kwargs[name] is not None]:
+        raise ValueError(f"{', '.join(inputs_of_pass)}: leave out, since generate_batch makes each prompt's inputs")
     settings_of_all = {**(generation_config or model.generation_config).to_dict(), **kwargs}
     count = settings_of_all.get("num_return_sequences") or 1
     refuse_if(count > 1, f"num_return_sequences={count}: batches give one answer to each prompt, so pass it so often")
@@ -291,6 +296,8 @@ def generate_together(model, inputs, generation_config, fields: dict, max_rows: 
         options.exit_rule(model.config)
         options.check(model.config, asked)
 
+    first_error: list[Exception] = []
+
     def generate(i: int) -> GenerationOutput:
         of_prompt = fields_of(i)
         prompt = torch.tensor([inputs[i]], device=model.device)
@@ -302,6 +309,8 @@ def generate_together(model, inputs, generation_config, fields: dict, max_rows: 
             result = passes.generate(prompt, generation_config=copy.deepcopy(generation_config), **settings)
         except Exception as error:
             output.status, output.error = RequestStatus.FAILED, str(error)
+            if not first_error:
+                first_error.append(error)
             logger.warning(f"prompt {i} of generate_batch has no answer: {error}")
             return output
         output.generated_tokens = result.sequences[0, prompt.shape[1] :].tolist()
@@ -310,4 +319,7 @@ def generate_together(model, inputs, generation_config, fields: dict, max_rows: 
         return output
 
     with SharedPasses(model, max_rows, max_tokens) as passes, ThreadPoolExecutor(max_rows) as pool:
-        return {output.request_id: output for output in pool.map(generate, range(len(inputs)))}
+        outputs = {output.request_id: output for output in pool.map(generate, range(len(inputs)))}
+    if first_error and len({output.error for output in outputs.values()}) == 1:  # the call's, not a prompt's
+        raise first_error[0]
+    return outputs

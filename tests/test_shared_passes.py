@@ -497,6 +497,16 @@ def test_bad_batches_of_prompts():
     ):
         with pytest.raises(ValueError, match=message):
             model.generate_batch([[3, 4], [5]], max_new_tokens=2, **wrong)
+    # what is wrong for all prompts is an error of the call, what is wrong for one is its own
+    for wrong, message in (
+        ({"attention_mask": torch.ones(2, 2)}, "attention_mask: leave out"),
+        ({"position_ids": torch.ones(2, 2), "labels": None}, "^position_ids: leave out"),
+        ({"foo": 1}, "not used by the model: .'foo'"),
+        ({"max_new_tokens": -1}, "max_new_tokens.* but is -1"),
+        ({"exit_criterion": "kl", "num_beams": 2}, "exit_criterion='kl' goes with greedy decoding"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            model.generate_batch([[3, 4], [5]], **{"num_loops": 2, "max_new_tokens": 2, **wrong})
     results = model.generate_batch([[3, 4], []], num_loops=[2, 2], max_new_tokens=2, **GREEDY)
     assert results["req_0"].error is None and len(results["req_0"].generated_tokens) == 2
     assert "at least one token" in results["req_1"].error and results["req_1"].generated_tokens == []
