@@ -166,6 +166,8 @@ def preset_fields(name: str, overrides: dict) -> dict:
     fields = {**deepcopy(PRESETS[name]), **overrides}
     pending = {key: value for key, value in fields.items() if callable(value)}
     values = {key: value for key, value in fields.items() if not callable(value)}
+    if not all(isinstance(values.get(name, 0), int) for name in ("num_core_layers", "hidden_size")):
+        return values  # of a wrong type, which the config refuses by the name of its field
     for key, value in pending.items():
         values[key] = value(values)
     return values

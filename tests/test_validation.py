@@ -314,6 +314,14 @@ def test_unknown_preset_is_refused_with_the_known_ones():
         LoopedConfig.from_preset("huginn", num_loop=3)
 
 
+@pytest.mark.parametrize("field", ["num_core_layers", "hidden_size"])
+def test_numbers_of_another_type_are_refused_by_their_name_in_every_preset(field):
+    for preset in LoopedConfig.preset_names():
+        for value in ("64", None, 64.0, [64]):
+            with refuses([f"'{field}' expected int, got {type(value).__name__}"], LoopedConfigError):
+                LoopedConfig.from_preset(preset, **{field: value})
+
+
 def test_depth_that_disagrees_is_refused_when_set():
     config = tiny_config(num_prelude_layers=1)
     config.num_hidden_layers = 7
