@@ -408,7 +408,12 @@ class LoopedGenerationMixin(Generative):
 
 
 def check_prompt(prompt):
-    """Refuse an empty prompt. prompt: ids or embeddings; None starts from bos_token_id."""
+    """Refuse an empty prompt, and lists. prompt: ids or embeddings; None starts from bos_token_id."""
+    if prompt is not None and not torch.is_tensor(prompt):
+        raise TypeError(
+            f"the prompt must be a tensor, got {type(prompt).__name__}: of a tokenizer pass "
+            "generate(**tokenizer(texts, return_tensors='pt'))"
+        )
     if torch.is_tensor(prompt) and (prompt.ndim < 2 or 0 in prompt.shape[:2]):
         raise ValueError(
             f"the prompt has shape {tuple(prompt.shape)}, but must be [batch, length] with at least one token in each "
