@@ -10,11 +10,13 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 
 from .compatibility import CACHE, recorded_states
 from .config_relations import LOSSES_OF_GATES
+from .depth import numpy_as_python
 
 
 def kept_positions(logits_to_keep: int | torch.Tensor) -> slice | torch.Tensor:
     """Return `logits_to_keep` (a number of last positions, 0 for all, or the caller's positions) as an index."""
-    return slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+    keep = numpy_as_python(logits_to_keep)
+    return slice(-keep, None) if isinstance(keep, int) else keep
 
 
 def unrecorded(run: Callable, *arguments):

@@ -4,6 +4,7 @@ import copy
 import weakref
 from functools import wraps
 
+import numpy as np
 import peft
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import FlopCounterMode
 
 from looped_recipes.engine.compiling import fusible_cross_entropy_of
-from modeling_looped import LoopedForCausalLM, cross_entropy
+from modeling_looped import ExitRule, LoopedForCausalLM, cross_entropy
 from modeling_looped.layers import rotary_tables
 from modeling_looped.losses import exit_log_probabilities
 
@@ -613,6 +614,14 @@ def test_operations_of_loops_without_gradients_are_counted_by_torch(loop_embeddi
     of_one_loop = operations(False, num_loops=4) - operations(False, num_loops=3)
     saved = operations(True, num_loops=4) - operations(True, num_loops=4, backprop_loops=1)
     assert saved == 3 * 2 * of_one_loop > 0
+
+
+@pytest.mark.parametrize("exits", [{}, {"exit_rule": ExitRule("kl", 0.0)}], ids=["plain", "exits"])
+def test_numbers_of_numpy_keep_the_logits_of_those_of_python(exits):
+    model, (ids, _) = float64_model(), batch()
+    logits = model(ids, **exits).logits
+    assert torch.equal(model(ids, logits_to_keep=np.int64(2), **exits).logits, logits[:, -2:])
+    assert torch.equal(model(ids, logits_to_keep=np.array([1, 3]), **exits).logits, logits[:, [1, 3]])
 
 
 def test_logits_in_another_order_change_no_loss():
