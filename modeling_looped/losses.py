@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
+from .checks import refuse_if
 from .cross_entropy import IGNORE_INDEX, Head, is_traced, weighted_cross_entropy
 from .depth import deepest, depth_per_row, depth_tensor
 from .losses_of_states import LoopStates, loss_of_states
@@ -126,10 +127,20 @@ def targets_of(labels: Labels, depths: int | list[int], device: torch.device, dt
         if on_host is None:  # this makes the host wait for the GPU
             positions = (flat != IGNORE_INDEX).nonzero()[:, 0]
         else:
+            if flat.device.type == "cpu":  # elsewhere the host would wait for the number
+                check_positions(on_host, flat)
             positions = on_device(on_host, device)
         labelled = torch.ones(len(positions), device=device, dtype=dtype)
     depth = depth_tensor(depths, len(labels.tokens), device)[:, None].expand(labels.tokens.shape).flatten()[positions]
     return Targets(positions, on_host, flat[positions], labelled, depth)
+
+
+def check_positions(positions: np.ndarray, labels: torch.Tensor):
+    counted = int((labels != IGNORE_INDEX).sum())
+    refuse_if(
+        len(positions) != counted,
+        f"loss_positions has {len(positions)} positions, but {counted} have a label: pass all of them, or None",
+    )
 
 
 def active_loops(targets: Targets, num_loops: int, only_last_third: bool) -> torch.Tensor:

@@ -146,6 +146,9 @@ def test_positions_of_labels_change_nothing(depths):
         loss.backward()
         found.append([loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(*found, strict=True))
+    for wrong in (positions[1:], positions[:0]):
+        with pytest.raises(ValueError, match=f"loss_positions has {len(wrong)} .* but {len(positions)} have a label"):
+            model(**inputs, loss_positions=wrong)
 
 
 def test_numbers_are_waited_for_where_nothing_tells_that_they_are_there():
