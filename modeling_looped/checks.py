@@ -42,6 +42,17 @@ def check_inputs(input_ids, inputs_embeds) -> torch.Tensor:
     return given
 
 
+def check_mask(attention_mask, inputs_embeds: torch.Tensor, cache):
+    """Refuse a mask of another shape than the input. With a cache, it may be as long as the cache has room."""
+    if cache is not None or not torch.is_tensor(attention_mask) or attention_mask.ndim > 2:
+        return
+    given, shape = attention_mask.shape, inputs_embeds.shape[:2]
+    if given != shape:  # a compiler formats no shapes of its graph
+        raise ValueError(
+            f"attention_mask has shape {tuple(given)}, but the input {tuple(shape)}: give each token 1, padding 0"
+        )
+
+
 def check_computes_again(config, checkpoints_loops: bool):
     refuse_if(
         checkpoints_loops and config.shares_keys,

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, DynamicCache
+from transformers import AutoConfig, BatchEncoding, DynamicCache
 
 from modeling_looped import (
     LoopedConfig,
@@ -366,6 +366,10 @@ CALLS = {
     "tensor of tables": ({"num_loops": torch.ones(2, 1, dtype=torch.long)}, ["num_loops", "(2, 1)"]),
     "tensor of floats": ({"num_loops": torch.ones(2)}, ["num_loops", "float32", "int"]),
     "zero in a list": ({"num_loops": [2, 0]}, ["num_loops", "[2, 0]", "at least 1"]),
+    "short mask": ({"attention_mask": torch.ones(2, 3)}, ["attention_mask", "(2, 3)", "(2, 6)"]),
+    "long mask": ({"attention_mask": torch.ones(2, 9)}, ["attention_mask", "(2, 9)", "(2, 6)"]),
+    "mask of three rows": ({"attention_mask": torch.ones(3, 6)}, ["attention_mask", "(3, 6)", "(2, 6)"]),
+    "mask of one row": ({"attention_mask": torch.ones(6)}, ["attention_mask", "(6,)", "(2, 6)"]),
     "no backprop": ({"backprop_loops": 0}, ["backprop_loops", "at least 1", "0"]),
     "no gate": ({"output_exit_probabilities": True}, ["exit_gate='none'"]),
     "losses of nothing": ({"output_loop_losses": True}, ["labels"]),
@@ -395,6 +399,14 @@ def test_initial_state_of_another_shape(shape):
     model = tiny_model(injection="add", state_init="normal")
     with refuses(["initial_state", str(shape), "(2, 6, 32)"], ValueError):
         model(random_ids(2, 6), initial_state=torch.zeros(shape))
+
+
+def test_what_a_tokenizer_gives_without_tensors_is_no_prompt():
+    inputs = BatchEncoding({"input_ids": [[3, 4]], "attention_mask": [[1, 1]]})
+    with refuses(["must be a tensor, got list", "return_tensors='pt'"], TypeError):
+        tiny_model().generate(**inputs, max_new_tokens=2)
+    with refuses(["must be a tensor, got BatchEncoding", "generate(**tokenizer("], TypeError):
+        tiny_model().generate(inputs, max_new_tokens=2)
 
 
 def test_noise_is_drawn_only_for_models_that_start_from_it():
