@@ -1,9 +1,15 @@
 """Progress of long work: a bar for who looks at it, few lines for a file."""
 
+import os
+import pty
+import subprocess
 import sys
+
+import pytest
 
 from looped_recipes.common import progress
 from looped_recipes.common.progress import progress_bar
+from tests.helpers_processes import import_paths
 
 
 def work(num_steps: int):
@@ -31,3 +37,41 @@ def test_a_terminal_gets_a_bar_that_moves(capsys, monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     work(10)
     assert "\r" in capsys.readouterr().err
+
+
+LONG = """
+import sys
+from looped_recipes.common import progress
+from looped_recipes.common.command_line import run_command
+
+def main(arguments):
+    progress.RARELY = 0
+    with progress.progress_bar(total=100) as bar:
+        for step in range(100):
+            bar.update(1)
+            print("step", step, flush=True)
+    open(arguments[0], "w").close()
+    print("saved")
+    raise SystemExit(int(arguments[1]))
+
+run_command(main)
+"""
+
+
+@pytest.mark.parametrize(
+    "gone,status,options",
+    [(["stdout"], 0, []), (["stderr"], 130, []), (["stdout", "stderr"], 143, ["-u"]), (["terminal"], 129, [])],
+)
+def test_work_goes_on_to_its_own_status_without_a_reader(gone, status, options, tmp_path):
+    kept, unread = pty.openpty() if gone == ["terminal"] else os.pipe()
+    os.close(kept)
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    streams |= dict.fromkeys(streams if gone == ["terminal"] else gone, unread)
+    done = subprocess.run(
+        [sys.executable, *options, "-c", LONG, tmp_path / "saved", str(status)],
+        env={**os.environ, "PYTHONPATH": import_paths()}, **streams, timeout=100,
+    )  # fmt: skip
+    os.close(unread)
+    assert done.returncode == status and (tmp_path / "saved").exists()
+    assert done.stdout is None or done.stdout.endswith(b"step 99\nsaved\n")
+    assert done.stderr is None or b"100/100" in done.stderr

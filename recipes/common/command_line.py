@@ -6,6 +6,7 @@ import neither torch nor modules that import it.
 
 import argparse
 import difflib
+import errno
 import io
 import os
 import re
@@ -218,22 +219,17 @@ def run_command(main: Callable | str, parse: Callable | None = None):
     `parse`, if set, has accepted the arguments.
     """
     end_on_sigterm()
+    sys.stdout, sys.stderr = lasting(sys.stdout), lasting(sys.stderr)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # an encoding without × would end the command after its work
     try:
-        try:
-            if parse is not None:
-                parse(sys.argv[1:])
-            status = (import_module(main).main if isinstance(main, str) else main)(sys.argv[1:])
-        except SystemExit:  # after --help
-            sys.stdout.flush()
-            raise
-        sys.stdout.flush()  # else a closed pipe is met when the interpreter ends
+        if parse is not None:
+            parse(sys.argv[1:])
+        status = (import_module(main).main if isinstance(main, str) else main)(sys.argv[1:])
+        if sys.stdout is not None:
+            sys.stdout.flush()  # here an error, as of a full disk, is told in one line
     except KeyboardInterrupt:
         raise SystemExit(INTERRUPTED) from None
-    except BrokenPipeError:  # the reader of the output has closed it
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise SystemExit(0) from None
     except (ValueError, OSError, ImportError, RuntimeError) as error:
         said = told(error)
         if said is None or os.environ.get(TRACEBACK):
@@ -243,6 +239,40 @@ def run_command(main: Callable | str, parse: Callable | None = None):
             said = 1
         raise SystemExit(said) from None
     raise SystemExit(status if isinstance(status, int) else 0)
+
+
+class LastingOutput(io.FileIO):
+    """The file of a stream. When the reader of its pipe has gone, or its terminal is closed, it becomes the null
+    device: a command, such as a training of days, does its work and ends with its own status."""
+
+    def __init__(self, stream: io.TextIOWrapper):
+        super().__init__(stream.fileno(), "w", closefd=False)
+        self.stream = stream  # which would close the file when it is no longer used
+
+    def write(self, data) -> int | None:
+        try:
+            return super().write(data)
+        except OSError as error:
+            if error.errno not in (errno.EPIPE, errno.EIO):
+                raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
+        return len(data)
+
+
+def lasting(stream):
+    """Return the same stream on a `LastingOutput`, if it is on a file, pipe or terminal."""
+    buffer = getattr(stream, "buffer", None)
+    if type(getattr(buffer, "raw", buffer)) is not io.FileIO:  # closed, in memory, or on one already
+        return stream
+    stream.flush()
+    file = LastingOutput(stream)
+    return io.TextIOWrapper(
+        file if stream.write_through else io.BufferedWriter(file),
+        encoding=stream.encoding,
+        errors=stream.errors,
+        line_buffering=stream.line_buffering,
+        write_through=stream.write_through,
+    )
 
 
 def end_on_sigterm():
