@@ -218,7 +218,7 @@ def run_command(main: Callable | str, parse: Callable | None = None):
     main: a function of the arguments, or the name of a module with a function `main`. The module is imported after
     `parse`, if set, has accepted the arguments.
     """
-    end_on_sigterm()
+    end_on_signals()
     sys.stdout, sys.stderr = lasting(sys.stdout), lasting(sys.stderr)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # an encoding without × would end the command after its work
@@ -275,10 +275,13 @@ def lasting(stream):
     )
 
 
-def end_on_sigterm():
-    """Turn SIGTERM into an exception, so that a command can end its subprocesses and remove its temporary folders."""
-    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+def end_on_signals():
+    """Turn SIGTERM and SIGHUP into an exception, so that a command can end its subprocesses and remove its temporary
+    folders. nohup ignores SIGHUP, and so do its commands."""
+    for name in ("SIGTERM", "SIGHUP"):
+        number = getattr(signal, name, None)  # Windows has no SIGHUP
+        if number is not None and signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, lambda number, frame: sys.exit(128 + number))
 
 
 def told(error: Exception) -> str | None:

@@ -19,6 +19,7 @@ from modeling_looped.tensors import wide_dtype
 
 from .activations import keep_fewer_activations
 from .float8 import take_float8
+from .interruption import SIGNALS
 from .kernels import take_kernels
 
 
@@ -40,12 +41,13 @@ def take_options(model, training: TrainingConfig, precision: str):
 
 
 def start_compile_workers():
-    """Start torch's compile workers early, with SIGTERM and SIGINT blocked. Schedulers and `timeout` signal all
-    processes of a run, and torch waits forever for workers that have ended. They end with this process."""
+    """Start torch's compile workers early, with the signals blocked that end a run. Schedulers, terminals and
+    `timeout` signal all processes of a run, and torch waits forever for workers that have ended. They end with this
+    process."""
     start = getattr(look_up("torch._inductor.async_compile", "AsyncCompile", None), "warm_pool", None)
     if start is None or not hasattr(signal, "pthread_sigmask"):  # another version of torch, or Windows
         return
-    ours = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})  # workers inherit the mask
+    ours = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # workers inherit the mask
     try:
         start()
     finally:

@@ -1,14 +1,21 @@
-"""SIGTERM and SIGINT end a run after the current step, with a checkpoint of it."""
+"""SIGTERM, SIGINT and SIGHUP end a run after the current step, with a checkpoint of it."""
 
 import signal
 import threading
 from types import FrameType
 
 
+HANGUP = getattr(signal, "SIGHUP", None)  # the terminal is closed; Windows has no such signal
+SIGNALS = {signal.SIGTERM, signal.SIGINT} | ({HANGUP} - {None})
+
+
+def unheard(number: int) -> bool:
+    """Return whether this is the SIGHUP that nohup lets its command ignore."""
+    return number == HANGUP and signal.getsignal(number) is signal.SIG_IGN
+
+
 class Interruption:
     """Context manager: the first signal is stored; a second Ctrl-C ends the run at once, without a checkpoint."""
-
-    SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
     def __init__(self):
         self.number = 0  # number of the signal that was received
@@ -16,7 +23,7 @@ class Interruption:
 
     def __enter__(self):
         if threading.current_thread() is threading.main_thread():  # other threads may not set handlers
-            self.before = {number: signal.signal(number, self.remember) for number in self.SIGNALS}
+            self.before = {number: signal.signal(number, self.remember) for number in SIGNALS if not unheard(number)}
         return self
 
     def __exit__(self, *_):

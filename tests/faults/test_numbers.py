@@ -8,6 +8,7 @@ import signal
 import pytest
 import torch
 
+from looped_recipes.common import command_line
 from looped_recipes.common.metrics import read_metrics
 from looped_recipes.common.optimum import optimum
 from looped_recipes.engine import run_checkpoints, training
@@ -15,7 +16,7 @@ from looped_recipes.engine import step as step_module
 from looped_recipes.engine.checkpoint import read_marker
 from looped_recipes.engine.export import export_model
 from looped_recipes.engine.finite import Divergence
-from looped_recipes.engine.interruption import Interrupted
+from looped_recipes.engine.interruption import Interrupted, Interruption
 from tests.faults.tiny_run import metrics_of
 from tests.helpers import tiny_model
 
@@ -143,7 +144,9 @@ def test_rates_that_are_no_numbers_are_refused():
         optimum([1e-3, math.nan, 1e-2], [1.0, 0.5, 1.0])
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, signal.SIGHUP, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
+)
 def test_a_signal_saves_the_step(runs, monkeypatch, number):
     place = runs.copy(runs.half, "signalled")
     before = signal.getsignal(number)
@@ -155,6 +158,17 @@ def test_a_signal_saves_the_step(runs, monkeypatch, number):
     assert sorted(path.name for path in (place / "run" / "checkpoints").iterdir())[-1] == "step-00000005"
     runs.train(place)
     assert runs.why_other(place) is None
+
+
+def test_a_hangup_that_nohup_ignores_is_no_signal_to_a_run(monkeypatch):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        command_line.end_on_signals()
+        with Interruption() as interruption:
+            signal.raise_signal(signal.SIGHUP)
+        assert interruption.number == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 @pytest.mark.slow
