@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import stat
 import subprocess
 import sys
@@ -147,8 +148,11 @@ def test_one_process_where_several_were_asked_for_is_refused(monkeypatch):
     _, environment = prepare_simple_launcher_cmd_env(options)
     for name in environment.keys() - os.environ.keys():
         monkeypatch.setenv(name, environment[name])
-    with pytest.raises(RecipeError, match="asked for several processes, but started one.*MASTER_ADDR.*127.0.0.1"):
+    several = "asked for several processes, but started one.*MASTER_ADDR.*127.0.0.1"
+    with pytest.raises(RecipeError, match=several) as refused:
         make_accelerator()
+    named = re.search(r"start from (.*\.yaml)", str(refused.value))[1]
+    assert Path(named).is_absolute() and Path(named).samefile(CONFIGS / "ddp.yaml")
 
 
 def test_apples_gpus_are_not_trained_on(monkeypatch):

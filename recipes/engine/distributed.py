@@ -30,11 +30,13 @@ from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from looped_recipes.settings.paths import INSTALLED
 from looped_recipes.settings.recipe import Recipe, RecipeError
 
 from .tensor_parallel import can_split, split, split_over
 
 
+LAUNCHES = INSTALLED / "accelerate"  # files of settings for accelerate launch
 MESH = ("dp_replicate", "dp_shard", "tp")  # the mesh dimensions that training supports
 # variables in which launchers pass the number of processes: torch's, and those of MPI that accelerate reads
 SIZES = ["WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"]
@@ -66,7 +68,7 @@ def make_accelerator(find_unused_parameters: bool = False, **kwargs) -> Accelera
     if accelerator.num_processes != num_processes:
         raise RecipeError(
             f"{num_processes} processes were launched, but they do not find each other: accelerate counts "
-            f"{accelerator.num_processes}; see `accelerate env` and recipes/accelerate/"
+            f"{accelerator.num_processes}; see `accelerate env` and {LAUNCHES}"
         )
     if is_set("ACCELERATE_USE_FSDP"):
         plugin = getattr(accelerator.state, "fsdp_plugin", None) or FullyShardedDataParallelPlugin()
@@ -227,9 +229,9 @@ def _check_launcher():
     launched, address = "ACCELERATE_MIXED_PRECISION" in os.environ, os.environ.get("MASTER_ADDR")
     if launched and address and not any(name in os.environ for name in SIZES):
         raise RecipeError(
-            "accelerate launch was asked for several processes, but started one: start from recipes/accelerate/"
-            "ddp.yaml, whose processes also run on CPUs, or launch with --num_processes 1 (if that is what you did, "
-            f"unset MASTER_ADDR, which is {address!r})"
+            f"accelerate launch was asked for several processes, but started one: start from {LAUNCHES / 'ddp.yaml'}, "
+            "whose processes also run on CPUs, or launch with --num_processes 1 (if that is what you did, unset "
+            f"MASTER_ADDR, which is {address!r})"
         )
 
 
@@ -253,13 +255,13 @@ def _check_mesh(config: ParallelismConfig, is_fsdp: bool, num_processes: int):
     if others:
         raise RecipeError(
             f"{others} would be dropped: training shards by data (parallelism_config_dp_replicate_size and "
-            "_dp_shard_size, see recipes/accelerate/hsdp.yaml) and splits matrices (parallelism_config_tp_size)"
+            f"_dp_shard_size, see {LAUNCHES / 'hsdp.yaml'}) and splits matrices (parallelism_config_tp_size)"
         )
     if config.tp_size > 1 and (not is_fsdp or config.dp_shard_size < 2):
         raise RecipeError(
             f"parallelism_config_tp_size={config.tp_size} goes with FSDP2 and parallelism_config_dp_shard_size of 2 "
             f"or more, not with {'FSDP2' if is_fsdp else 'DDP'} and {config.dp_shard_size}: start from "
-            "recipes/accelerate/tensor_parallel.yaml"
+            f"{LAUNCHES / 'tensor_parallel.yaml'}"
         )
     sizes = {f"parallelism_config_{name}_size": getattr(config, f"{name}_size") for name in MESH}
     product = math.prod(sizes.values())
@@ -272,7 +274,7 @@ def _check_mesh(config: ParallelismConfig, is_fsdp: bool, num_processes: int):
 
 
 def _check_plugin(plugin: FullyShardedDataParallelPlugin):
-    advice = "start from recipes/accelerate/fsdp2.yaml"
+    advice = f"start from {LAUNCHES / 'fsdp2.yaml'}"
     if plugin.fsdp_version != 2:
         raise RecipeError(f"fsdp_version={plugin.fsdp_version} is not supported, only 2; {advice}")
     if plugin.activation_checkpointing:
