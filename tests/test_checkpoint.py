@@ -25,7 +25,7 @@ from looped_recipes.engine.export import export_model
 from looped_recipes.engine.monitor import Monitor
 from looped_recipes.engine.optimizers import build_optimizers
 from looped_recipes.engine.run_checkpoints import Progress, RunCheckpoints
-from looped_recipes.engine.saving import CheckpointError, only_run
+from looped_recipes.engine.saving import CheckpointError, error_of_saving, only_run
 from looped_recipes.engine.tensor_parallel import can_split
 from looped_recipes.settings.recipe import OptimizerConfig, load_recipe
 from modeling_looped import LoopedForCausalLM
@@ -410,6 +410,15 @@ def test_a_disk_that_fills_up_leaves_the_checkpoint_before(tmp_path, room):
     assert folders(tmp_path) == ["step-00000001", "step-00000002"]
     load_checkpoint(good, model, optimizers)
     assert_same(contents(model, optimizers), expected)
+
+
+@pytest.mark.parametrize("place", [".", "checkpoints", "metrics.jsonl", "final"])
+def test_checkpoints_before_are_called_intact_where_there_are_any(tmp_path, place):
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    (tmp_path / "step-00000001").mkdir()  # a model of training.export_every
+    assert "checkpoints before" not in str(error_of_saving(tmp_path / place, full))
+    save_checkpoint(tmp_path / "checkpoints", 1, *model_and_optimizers(), {})
+    assert str(error_of_saving(tmp_path / place, full)).endswith("The checkpoints before it are intact.")
 
 
 def test_a_disk_that_fills_up_at_the_marker(tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 import errno
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
+from glob import glob
 from pathlib import Path
 
 import torch.distributed as dist
@@ -19,7 +20,10 @@ class CheckpointError(CommandError):
 def error_of_saving(folder: Path, error: BaseException) -> CheckpointError:
     space = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
     advice = "there is no space left on the disk" if space else f"{type(error).__name__}: {error}"
-    return CheckpointError(f"could not write to {folder}: {advice}. The checkpoints before it are intact.")
+    places = (folder, folder / "checkpoints", folder.parent / "checkpoints")  # `folder` may be any path of a run
+    has_checkpoint = any(glob("step-*/checkpoint.json", root_dir=place) for place in places)  # errors are no matches
+    intact = ". The checkpoints before it are intact." if has_checkpoint else ""
+    return CheckpointError(f"could not write to {folder}: {advice}{intact}")
 
 
 def root_cause(error: BaseException) -> BaseException:
