@@ -148,13 +148,14 @@ def refuse_lost_run(output: Path):
 
 
 def other_versions(made_by: dict) -> str:
-    """List the versions of code and libraries that differ between a checkpoint and this machine, in words."""
+    """List the versions of code and libraries that differ between a checkpoint and this machine, in words.
+    An installed wheel does not know its commit."""
     here, there = {**versions(), "commit": commit()}, {**made_by.get("versions", {}), "commit": made_by.get("commit")}
     names = ("torch", "transformers", "modeling-looped", "commit")
     return ", ".join(
         f"{name} {there[name]} (here {here.get(name)})"
         for name in names
-        if there.get(name) not in (None, "unknown") and there[name] != here.get(name)
+        if there.get(name) is not None and there[name] != here.get(name)
     )
 
 

@@ -25,6 +25,7 @@ from looped_recipes.common import checksums
 from looped_recipes.common.files import append_line, remove_leftovers, write_whole
 from looped_recipes.common.metrics import DIVERGED, MetricsLog, read_metrics
 from looped_recipes.data import shards
+from looped_recipes.engine import resume
 from looped_recipes.engine.checkpoint import (
     MARKER,
     latest_checkpoint,
@@ -467,6 +468,17 @@ def test_another_precision_is_refused_and_other_versions_are_said(runs):
     (path / MARKER).write_text(checksums.sealed(marker))
     with pytest.raises(CheckpointError, match="precision was 'bf16', is 'no'"):
         runs.train(place)
+
+
+@pytest.mark.parametrize(
+    "there,here,said",
+    [("unknown", "abc", "commit unknown (here abc)"), ("abc", "unknown", "commit abc (here unknown)"),
+     ("abc", "def", "commit abc (here def)"), ("abc", "abc", ""), ("unknown", "unknown", ""), (None, "abc", "")],
+)  # fmt: skip
+def test_a_commit_that_only_one_side_knows_is_said(there, here, said, monkeypatch):
+    monkeypatch.setattr(resume, "commit", lambda: here)
+    made_by = {} if there is None else {"commit": there, "versions": resume.versions()}
+    assert resume.other_versions(made_by) == said
 
 
 @pytest.mark.slow
