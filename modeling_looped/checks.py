@@ -42,14 +42,14 @@ def check_inputs(input_ids, inputs_embeds) -> torch.Tensor:
     return given
 
 
-def check_mask(attention_mask, inputs_embeds: torch.Tensor, cache):
-    """Refuse a mask of another shape than the input. With a cache, it may be as long as the cache has room."""
-    if cache is not None or not torch.is_tensor(attention_mask) or attention_mask.ndim > 2:
+def check_mask(mask, inputs: torch.Tensor, cached: int = 0):
+    """Refuse a mask that is neither of the inputs nor of `cached` tokens and the inputs after them."""
+    if not torch.is_tensor(mask) or mask.ndim > 2 or mask.shape == inputs.shape[:2]:
         return
-    given, shape = attention_mask.shape, inputs_embeds.shape[:2]
-    if given != shape:  # a compiler formats no shapes of its graph
+    if mask.shape != (len(inputs), cached + inputs.shape[1]):  # a compiler formats no shapes of its graph
         raise ValueError(
-            f"attention_mask has shape {tuple(given)}, but the input {tuple(shape)}: give each token 1, padding 0"
+            f"attention_mask has shape {tuple(mask.shape)}, but the input {tuple(inputs.shape[:2])} behind {cached} "
+            "cached tokens: give each token 1, padding 0"
         )
 
 

@@ -22,7 +22,7 @@ from transformers.generation import (
 from transformers.utils import logging
 
 from .cache import LoopedCache, sharing_of
-from .checks import check_softcap, refuse_if
+from .checks import check_mask, check_softcap, refuse_if
 from .clients import ADAPTERS_OF_ROWS, has_prefix, warn_of_another_policy
 from .compatibility import CACHE, one_cache
 from .continuous import decode_continuously
@@ -107,7 +107,8 @@ class LoopedGenerationMixin(Generative):
         prompts = (kwargs.get("inputs_embeds"), inputs, kwargs.get("input_ids"))
         prompt = next((prompt for prompt in prompts if prompt is not None), None)
         check_prompt(prompt)
-        check_mask(kwargs.get("attention_mask"), prompt, cache)
+        if prompt is not None:
+            check_mask(kwargs.get("attention_mask"), prompt, 0 if cache is None else int(cache.get_seq_length()))
         self._check_names(kwargs, generation_config)
         with decoding(self):
             return super().generate(inputs, generation_config, *args, **kwargs)
@@ -351,9 +352,7 @@ class LoopedGenerationMixin(Generative):
             f"{ADAPTERS_OF_ROWS} follow the places of rows in the batch, which generate_batch changes: run the rows "
             "of each adapter by themselves, or take generate at one depth",
         )
-        ends = self.generation_config.eos_token_id  # often also the padding
-        padding = {kwargs.get("pad_token_id"), self.generation_config.pad_token_id}
-        inputs = read_prompts(inputs, padding.union(ends if isinstance(ends, list) else [ends]))
+        inputs = read_prompts(inputs)
         of_batches = {*signature(super().generate_batch).parameters}
         self._check_names({name: value for name, value in kwargs.items() if name not in of_batches}, generation_config)
         given = {name: kwargs.pop(name) for name in DEPTH_FIELDS if name in kwargs}
@@ -419,18 +418,6 @@ def check_prompt(prompt):
             f"the prompt has shape {tuple(prompt.shape)}, but must be [batch, length] with at least one token in each "
             "of at least one row; without a prompt, pass none, and bos_token_id begins"
         )
-
-
-def check_mask(mask, prompt, cache):
-    """Refuse a mask that is not of the prompt, or of what the cache holds and the prompt after it."""
-    if not (torch.is_tensor(mask) and torch.is_tensor(prompt)) or mask.ndim > 2 or mask.shape == prompt.shape[:2]:
-        return
-    shape = (len(prompt), prompt.shape[1] + (0 if cache is None else int(cache.get_seq_length())))
-    refuse_if(
-        mask.shape != shape,
-        f"attention_mask has shape {tuple(mask.shape)}, but the prompt, with what the cache holds, has {shape}; they "
-        "must be equal",
-    )
 
 
 def beside_defaults(generation_config) -> dict:

@@ -225,7 +225,8 @@ class LoopedModel(LoopedPreTrainedModel):
         cache, use_cache = self._usable_cache(cache, use_cache, plan, output_loop_readout_states)
         every_loop = output_loop_hidden_states or output_loop_readout_states
         check_layers(self.config, self.prelude, self.core, self.coda)
-        check_mask(attention_mask, inputs_embeds, cache)
+        if cache is None:  # else the mask may be as long as the cache has room
+            check_mask(attention_mask, inputs_embeds)
         check_pass(self.config, plan, inputs_embeds, position_ids, cache, initial_state, every_loop, kwargs)
         if plan.is_mixed or exit_watch is not None:
             refuse_adapters_of_rows(self)

@@ -241,29 +241,16 @@ def room_beside(model, num_rows: int, max_length: int):
     return nullcontext() if shared is None else shared.beside(num_rows, max_length)
 
 
-def read_prompts(inputs, padding: set) -> list[list[int]]:
-    """Return the ids of each prompt of `generate_batch`. padding: ids that may fill up the rows of a tensor."""
-    prompts = as_lists(inputs)
-    is_list = isinstance(prompts, list) and all(isinstance(prompt, list) for prompt in prompts)
+def read_prompts(inputs) -> list[list[int]]:
+    """Return the ids of each prompt of `generate_batch`. A tensor of all prompts is refused: it may hold padding."""
+    prompts = [as_python(prompt) for prompt in inputs] if isinstance(inputs, (list, tuple)) else [inputs]
+    is_list = all(isinstance(prompt, (list, tuple)) for prompt in prompts)
     if not is_list or any(type(token) is not int for prompt in prompts for token in prompt):
         raise TypeError(
-            f"inputs must be one list of token ids per prompt, got {type(inputs).__name__} {reprlib.repr(prompts)}: "
+            f"inputs must be one list of token ids per prompt, got {type(inputs).__name__} {reprlib.repr(inputs)}: "
             "of a tokenizer pass tokenizer(texts).input_ids"
         )
-    if not isinstance(inputs, (list, tuple)):
-        ends = [{prompt[end] in padding for prompt in prompts if prompt} for end in (0, -1)]
-        refuse_if(
-            {True, False} in ends,
-            "some rows of inputs begin or end with a token of padding, and others do not, but prompts have no padding "
-            "here: pass lists, tokenizer(texts).input_ids",
-        )
-    return prompts
-
-
-def as_lists(value) -> Any:
-    """Return tensors and arrays, also those within lists, as lists."""
-    value = as_python(value)
-    return [as_lists(each) for each in value] if isinstance(value, (list, tuple)) else value
+    return [list(prompt) for prompt in prompts]
 
 
 def generate_together(model, inputs, generation_config, fields: dict, max_rows: int, max_tokens, **kwargs) -> dict:

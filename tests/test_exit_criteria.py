@@ -408,9 +408,9 @@ def test_a_changed_forward_is_refused_with_exits(of_class):
         ({"output_loop_hidden_states": True}, "generate does not return output_loop_hidden_states: leave that out"),
         ({"initial_state": torch.zeros(1, 3, 32)}, "generate does not take initial_state, .*: pass state_seed"),
         ({"exit_rule": ExitRule("kl", 0.0)}, "generate does not take exit_rule, .*: pass exit_criterion"),
-        ({"attention_mask": torch.ones(1, 4)}, r"shape \(1, 4\), but the prompt, .* has \(1, 3\)"),
-        ({"attention_mask": torch.ones(2, 3)}, r"shape \(2, 3\), but the prompt, .* has \(1, 3\)"),
-        ({"attention_mask": torch.ones(3)}, r"shape \(3,\), but the prompt, .* has \(1, 3\)"),
+        ({"attention_mask": torch.ones(1, 4)}, r"shape \(1, 4\), but the input \(1, 3\)"),
+        ({"attention_mask": torch.ones(2, 3)}, r"shape \(2, 3\), but the input \(1, 3\)"),
+        ({"attention_mask": torch.ones(3)}, r"shape \(3,\), but the input \(1, 3\)"),
     ],
     ids=["outputs", "state", "rule", "long mask", "mask of more rows", "mask without rows"],
 )
