@@ -57,6 +57,15 @@ class OwnLoss:
     _place = (-1, 0)  # the step, and how many of its rows all processes have trained on
     _ran: tuple[Any, int | None] = (None, None)  # num_loops and backprop_loops of the last pass
 
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        owner = next(base for base in cls.__mro__ if "compute_loss" in vars(base))
+        refuse_if(
+            issubclass(owner, Trainer) and not issubclass(owner, OwnLoss),
+            f"{cls.__name__} would train the loss of {owner.__name__}, which stands before OwnLoss: write "
+            f"class {cls.__name__}(OwnLoss, {owner.__name__})",
+        )
+
     def compute_loss(self, model, inputs, return_outputs: bool = False, num_items_in_batch=None):
         assert isinstance(self, Trainer)  # this class is mixed into one
         refuse_if(
@@ -82,6 +91,10 @@ class OwnLoss:
             loss_type != "nll",
             f"loss_type={loss_type!r} would be replaced by the model's own loss: leave it out, or take the trainer "
             "without OwnLoss",
+        )
+        refuse_if(
+            self.compute_loss_func is not None,
+            "compute_loss_func would replace the model's own loss: leave it out, or take the trainer without OwnLoss",
         )
         inputs = {**inputs, "use_cache": False}
         if self.depths is not None and model.training:

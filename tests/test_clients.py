@@ -550,6 +550,46 @@ def test_what_a_trainer_can_not_do_with_the_models_own_loss(tmp_path, warnings_o
     assert len(warnings_of_clients) == 1
 
 
+@pytest.mark.parametrize("function", [None, lambda outputs, labels, num_items_in_batch=None: outputs.logits.sum() * 0])
+def test_a_function_that_computes_the_loss_is_refused_beside_the_models_own(function, tmp_path):
+    from modeling_looped.trainers import OwnLoss
+
+    class Training(OwnLoss, Trainer):
+        pass
+
+    model, ids = tiny_model(loop_loss="per_loop"), random_ids(2, 5)
+    arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
+    trainer = Training(model, arguments, compute_loss_func=function)
+    inputs = {"input_ids": ids, "labels": ids}
+    if function is None:
+        wanted = model(ids, labels=ids).loss.item()
+        assert trainer.compute_loss(model, inputs).item() == pytest.approx(wanted, rel=1e-6)
+    else:
+        with pytest.raises(ValueError, match="compute_loss_func would replace the model's own loss: leave it out"):
+            trainer.compute_loss(model, inputs)
+
+
+def test_bases_in_the_wrong_order_are_refused():
+    from modeling_looped.trainers import OwnLoss
+
+    class Other(Trainer):
+        def compute_loss(self, *args, **kwargs): ...
+
+    for bases, named in [((Trainer, OwnLoss), "Trainer"), ((Other, OwnLoss), "Other")]:
+        with pytest.raises(ValueError, match=rf"loss of {named}, .*: write class Mine\(OwnLoss, {named}\)"):
+            type("Mine", bases, {})
+
+    class Weighed(OwnLoss, Trainer):  # on purpose
+        def compute_loss(self, *args, **kwargs): ...
+
+    class Noted:  # calls what follows
+        def compute_loss(self, *args, **kwargs):
+            return super().compute_loss(*args, **kwargs)  # pyrefly: ignore[missing-attribute]
+
+    type("Mine", (Weighed,), {})
+    type("Mine", (Noted, OwnLoss, Other), {})
+
+
 def test_a_trainer_of_trl_with_another_loss_does_not_take_the_models_own(tmp_path):
     """Also where its arguments are those of SFTTrainer, as in distillation, whose teacher would be left out."""
     trl = trl_or_skip()
