@@ -36,7 +36,7 @@ from looped_recipes.data.shards import prepare
 from looped_recipes.engine import peers, publish, reports, training
 from looped_recipes.engine.beginning import precision_of
 from looped_recipes.engine.reports import StepReports
-from looped_recipes.engine.resume import compared_settings, differing
+from looped_recipes.engine.resume import compared_settings, differing, refuse_other_config
 from looped_recipes.engine.run_checkpoints import Progress
 from looped_recipes.engine.saving import CheckpointError
 from looped_recipes.engine.training import Divergence
@@ -683,6 +683,7 @@ def half_done(training_text, tmp_path_factory):
         ("parcae", ["data.document_masking=true"], "data.document_masking was False, is True"),
         ("parcae", ["data.tokenizer_vocab_size=380"], "tokenizer was '[0-9a-f]{64}', is '[0-9a-f]{64}'"),
         ("parcae", ["data.max_documents=100"], r"data.rows was \d+, is \d+; data.sampled_rows was '\w{16}', is"),
+        ("parcae", ["data.max_documents=100", "training.resume=changed"], "The documents of data.source, .* put them"),
         ("parcae", [*WITHOUT_MUON, "training.resume=changed"], "optimizer.name was 'normuon', is 'adamw'"),
         ("parcae", ["optimizer.muon_lr=1e-4"], "optimizer.muon_lr was 0.008, is 0.0001.*resume=changed"),
         ("parcae", ["schedule.warmup_steps=1"], "schedule.warmup_steps was 0, is 1.*resume=changed"),
@@ -696,6 +697,21 @@ def test_a_checkpoint_of_another_run_is_refused(recipe, more, message, half_done
     with pytest.raises(CheckpointError, match="is a checkpoint of another config: .*" + message):
         main([str(SMOKE / f"{recipe}.yaml"), *smoke_settings(training_text, half_done, *more)])
     assert logged_losses(half_done) == before
+
+
+@pytest.mark.parametrize(
+    ("other", "advice"),
+    [
+        ({"schedule": {"warmup_steps": 1}}, "training.output_dir, or set training.resume=changed$"),
+        ({"schedule": {"warmup_steps": 1}, "depth": {"mean": 2}}, "config, or choose another training.output_dir$"),
+        ({"tokenizer": "b"}, "documents of data.source, .* began with: put them back, or choose another"),
+        ({"data": {"rows": 9}, "depth": {"mean": 2}}, "config, or choose another training.output_dir$"),
+    ],
+)
+def test_the_advice_for_a_checkpoint_of_another_config_lets_the_run_go_on(other, advice):
+    saved = {"data": {"rows": 8}, "tokenizer": "a", "depth": {"mean": 3}, "schedule": {"warmup_steps": 0}}
+    with pytest.raises(CheckpointError, match=advice):
+        refuse_other_config(Path("step-00000003"), saved, {**saved, **other}, lambda name: False)
 
 
 def test_rows_that_begin_elsewhere_are_other_data():

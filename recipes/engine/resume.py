@@ -35,6 +35,7 @@ from .saving import CheckpointError
 
 
 NUM_SAMPLED_ROWS = 64
+OF_TEXT = {"data.rows", "data.sampled_rows", "tokenizer"}  # dotted names of what the documents determine
 CODE = "code of training.model_file"  # the compared checksum
 VALIDATION = "validation"  # the compared section that describes the validation rows
 VOLATILE = {"transformers_version", "_name_or_path", "architectures", "auto_map", "dtype"}  # fields of model configs
@@ -87,8 +88,11 @@ def may_change(name: str, resume: bool | str) -> bool:
     """Return whether a run may continue although the setting with this dotted name has changed."""
     if name in {f"training.{key}" for key in OF_LENGTH} or name.startswith(VALIDATION):
         return True
-    on_purpose = name.startswith(("optimizer.", "schedule.", CODE)) and name != "optimizer.name"
-    return on_purpose and resume == "changed"
+    return may_change_on_purpose(name) and resume == "changed"
+
+
+def may_change_on_purpose(name: str) -> bool:
+    return name.startswith(("optimizer.", "schedule.", CODE)) and name != "optimizer.name"
 
 
 def comparable(config: dict) -> dict:
@@ -120,10 +124,15 @@ def refuse_other_config(path: Path, saved: dict, config: dict, may_change: Calla
     refused = [difference for difference in differing(saved, config) if not may_change(difference[0])]
     if not refused:
         return
-    advice = "Go back to that config, choose another training.output_dir, or, if only rates, schedule or code differ, "
-    advice += "set training.resume=changed"
-    if [name for name, _, _ in refused] == ["precision"]:
+    names = {name for name, _, _ in refused}
+    advice = "Go back to that config, or choose another training.output_dir"
+    if all(map(may_change_on_purpose, names)):
+        advice = "Go back to that config, choose another training.output_dir, or set training.resume=changed"
+    elif names == {"precision"}:
         advice = f"Launch with the same: accelerate launch --mixed_precision {saved['precision']}"
+    elif names <= OF_TEXT:
+        advice = "The documents of data.source, or the settings by which data reads them, are not those that this run "
+        advice += "began with: put them back, or choose another training.output_dir"
     of_dropout = "training.micro_batch_size, by whose rows dropout is drawn,"
     refused = [(of_dropout if name == "rows_of_dropout" else name, *values) for name, *values in refused]
     raise CheckpointError(f"{path} is a checkpoint of another config: {shown(refused)}. {advice}")
