@@ -748,8 +748,10 @@ def test_the_columns_that_count_as_parameters_and_operations(tmp_path):
     with pytest.raises(FitError, match="lacks 1 column: unheard"):
         laws.main([*arguments, "unheard"])
     write_table(rows[-1:], tmp_path / "runs.jsonl")
-    with pytest.raises(FitError, match="holds no looped runs"):
+    with pytest.raises(FitError, match="holds only runs of mean depth 1, the baseline"):
         laws.main([*arguments, "bare"])
+    with pytest.raises(FitError, match="holds no looped runs of mean depth 3 or more"):
+        laws.main([*arguments, "bare", "--min-depth", "3"])
 
 
 def test_runs_of_several_sweeps_keep_apart(tmp_path):
@@ -758,6 +760,34 @@ def test_runs_of_several_sweeps_keep_apart(tmp_path):
         make_run(Path(folder))
     laws.main(["collect", *folders, "--output", str(tmp_path / "runs.csv")])
     assert list(read_table(tmp_path / "runs.csv").by("run")) == sorted(folders)
+
+
+def test_a_run_counts_once(tmp_path):
+    """The folder of a sweep stands for the runs in it."""
+    output = str(tmp_path / "runs.csv")
+    for name in "ab":
+        make_run(tmp_path / "sweep" / name)
+    laws.main(["collect", str(tmp_path / "sweep"), "--output", output])
+    assert [row["run"] for row in read_table(output).rows] == ["a", "a", "b", "b"]
+    for named in (["sweep/a", "sweep/b", "sweep/../sweep/a/"], ["sweep/b", "sweep"]):
+        with pytest.raises(FitError, match="sweep/[ab] is named 2 times: name it once"):
+            laws.main(["collect", *(str(tmp_path / name) for name in named), "--output", output])
+    header, *lines = Path(output).read_text().splitlines()
+    Path(output).write_text("\n".join([header, *lines, *lines]))
+    with pytest.raises(FitError, match=r"runs.csv: rows 1 and 5 \(a\) are the same: leave one out"):
+        read_table(output)
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl"])
+def test_a_table_as_spreadsheets_save_it(kind, tmp_path):
+    """With a byte order mark and lines that end with \\r\\n; in another encoding than UTF-8 it is refused."""
+    path = tmp_path / f"runs.{kind}"
+    text = "run,loss\r\ncafé,3\r\n" if kind == "csv" else '{"run": "café", "loss": 3.0}\r\n'
+    path.write_bytes(b"\xef\xbb\xbf" + text.encode())
+    assert read_table(path).rows == [{"run": "café", "loss": 3.0}]
+    path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(FitError, match=f"runs.{kind} is not UTF-8 .*: save it as that"):
+        read_table(path)
 
 
 def test_members_of_a_sweep_without_losses_are_left_out(tmp_path, capsys):

@@ -3,6 +3,7 @@
 from collections import Counter
 from pathlib import Path
 
+from looped_eval.common.run_folder import runs_in
 from looped_recipes.common.command_line import say_result, typed
 from looped_recipes.common.provenance import write_json
 from looped_recipes.common.words import counted
@@ -67,7 +68,11 @@ def number(value) -> str:
     return f"{value:.5g}" if isinstance(value, float) else str(value)
 
 
-def collect_all(folders: list[str], output: str | None):
+def collect_all(named: list[str], output: str | None):
+    folders = [folder for name in named for folder in runs_in(Path(name))]
+    for folder, count in Counter(folder.resolve() for folder in folders).items():
+        if count > 1:
+            raise FitError(f"the run {folder} is named {count} times: name it once, or it would count as several")
     reasons = {folder: why_left_out(folder) for folder in folders}
     for folder, reason in reasons.items():
         if reason is not None:
@@ -138,7 +143,9 @@ def runs_of_law(path: str, args) -> RunTable:
     if args.law != "isoflop":
         table = table.where(lambda row: not is_fixed_depth(row))
     if not len(table):
-        raise FitError(f"{path} holds no looped runs of mean depth {args.min_depth:g} or more")
+        if args.min_depth:
+            raise FitError(f"{path} holds no looped runs of mean depth {args.min_depth:g} or more")
+        raise FitError(f"{path} holds only runs of mean depth 1, the baseline: a law needs runs with more loops")
     return table
 
 

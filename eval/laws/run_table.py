@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 
 from looped_recipes.common.command_line import typed
-from looped_recipes.common.files import lines_of, write_whole
+from looped_recipes.common.files import write_whole
 from looped_recipes.common.metrics import DIVERGED
 from looped_recipes.common.words import counted
 
@@ -113,18 +113,30 @@ def read_table(path: str | Path) -> RunTable:
     if not path.is_file():
         raise FitError(f"there is no table {path}; `{typed('looped laws collect RUN... --output', path)}` makes one")
     if path.suffix == ".csv":
-        with open(path, newline="") as file:
-            rows = [
-                {key: as_number(value) for key, value in row.items() if key and value not in (None, "")}
-                for row in csv.DictReader(file)
-            ]
+        rows = [
+            {key: as_number(value) for key, value in row.items() if key and value not in (None, "")}
+            for row in csv.DictReader(io.StringIO(text_of(path), newline=""))
+        ]
     else:
-        rows = [json_row(line, f"{path}, line {i}") for i, line in enumerate(lines_of(path), 1) if line]
+        rows = [
+            json_row(line, f"{path}, line {i}") for i, line in enumerate(text_of(path).split("\n"), 1) if line.strip()
+        ]
     if not rows:
         raise FitError(f"{path} holds no runs")
+    first_of: dict[str, int] = {}
     for number, row in enumerate(rows, start=1):
         row["run"] = str(row.get("run", f"row {number}"))
+        first = first_of.setdefault(json.dumps(row, sort_keys=True), number)
+        if first != number:
+            raise FitError(f"{path}: rows {first} and {number} ({row['run']}) are the same: leave one out")
     return RunTable(rows, path.name)
+
+
+def text_of(path: Path) -> str:
+    try:
+        return path.read_bytes().decode("utf-8-sig")  # with a byte order mark, as Excel writes it, or without
+    except UnicodeDecodeError as error:
+        raise FitError(f"{path} is not UTF-8 ({error}): save it as that") from None
 
 
 def json_row(line: str, where: str) -> dict:
