@@ -17,7 +17,7 @@ from typing import Any, Literal
 from torch import nn
 from transformers import Trainer
 
-from .checks import refuse_if
+from .checks import check_inputs, refuse_if
 from .depth import check_depths
 from .loop_parameters import count_in_a_loop
 from .modeling_looped import LoopedModel
@@ -42,6 +42,11 @@ class DrawnDepths:
     def of_step(self, model, seed: int, step: int, rows: list[int], length: int, device) -> dict[str, Any]:
         """Return arguments for `forward`. rows: numbers of the rows in the step."""
         mean = model.config.num_loops if self.mean is None else self.mean
+        refuse_if(
+            self.maximum is not None and self.maximum < mean,
+            f"maximum={self.maximum} is below the mean depth {mean}, so that most depths would be the maximum: raise "
+            "it, or leave it out",
+        )
         drawn = depths_of_step(
             self.sampler, mean, seed, step, rows, self.per, self.backprop_loops, self.split, self.maximum
         )
@@ -123,7 +128,11 @@ class OwnLoss:
 
     def _drawn(self: Any, model, inputs: dict) -> dict[str, Any]:
         """Draw by seed, step and row numbers, so that a resumed run draws the same as an uninterrupted one."""
-        step, given = self.state.global_step, inputs["input_ids"]
+        refuse_if(
+            not hasattr(self.depths, "of_step"),
+            f"depths={self.depths!r} must be DrawnDepths, such as DrawnDepths(mean=4), or None",
+        )
+        step, given = self.state.global_step, check_inputs(inputs.get("input_ids"), inputs.get("inputs_embeds"))
         before = self._place[1] if self._place[0] == step else 0
         self._place = step, before + self.args.world_size * len(given)
         first = before + self.args.process_index * len(given)

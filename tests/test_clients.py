@@ -462,6 +462,34 @@ def test_drawn_depths_do_not_go_with_a_prefix():
                 AtDepths()._drawn(model, inputs)
 
 
+def test_depths_that_can_not_be_drawn():
+    from modeling_looped.trainers import DrawnDepths, OwnLoss
+
+    class AtDepths(OwnLoss):
+        state, args = SimpleNamespace(global_step=0), SimpleNamespace(seed=0, world_size=1, process_index=0)
+        accelerator = SimpleNamespace(unwrap_model=lambda model: model)
+
+    model, ids, trainer = (
+        tiny_model(num_loops=3, injection="concat", state_init="normal"),
+        random_ids(2, 5),
+        AtDepths(),
+    )
+    trainer.depths = DrawnDepths("poisson", maximum=3)
+    states = [
+        trainer._drawn(model, inputs)["initial_state"]
+        for inputs in ({"input_ids": ids}, {"inputs_embeds": model.get_input_embeddings()(ids)})
+    ]  # of the same step
+    assert states[0].shape == states[1].shape == (2, 5, model.config.hidden_size)
+    for depths, said in [
+        (DrawnDepths("poisson", maximum=2), "maximum=2 is below the mean depth 3"),
+        (DrawnDepths("poisson", mean=4.5, maximum=4), "maximum=4 is below the mean depth 4.5"),
+        (4, r"depths=4 must be DrawnDepths, such as DrawnDepths\(mean=4\)"),
+    ]:
+        trainer.depths = depths
+        with pytest.raises(ValueError, match=said):
+            trainer._drawn(model, {"input_ids": ids})
+
+
 def test_several_processes_are_told_of_a_gate_without_gradient(warnings_of_clients, monkeypatch):
     """DistributedDataParallel would say that some parameter was not used, and not which."""
     model, ids = tiny_model(exit_gate="raw").train(), random_ids(2, 5)
