@@ -125,6 +125,7 @@ def test_conversations(served):
         ({"num_loops": 0}, "num_loops"),
         ({"num_loops": 10**7}, "more than the 1000 that this server runs"),
         ({"num_loops": "deep"}, "num_loops"),
+        ({"prompt": ["a", "b"], "num_loops": [1, 2]}, r"num_loops=\[1, 2\] must be a whole number"),
         ({"exit_criterion": "nonsense"}, "choose one of logit_margin"),
         ({"exit_threshold": 0.5}, "without exit_criterion"),
         ({"num_lops": 3}, "num_lops"),
@@ -185,6 +186,7 @@ def test_conversations(served):
         ({"generation_config": '{"zzqq": 1}'}, "generation_config has zzqq, which nothing reads"),
         ({"generation_config": '{"max_new_tokens": 2}'}, "max_tokens and generation_config both say how long"),
         ({"top_k": 5}, "top_k: put it in generation_config, a text that holds JSON"),
+        ({"max_new_tokens": 5}, "max_new_tokens has the name max_tokens in a request"),
         ({"max_tokens": 0}, "max_tokens=0 asks for nothing"),
         ({"generation_config": '{"max_length": 200}', "max_tokens": None}, "max_position_embeddings=80"),
     ],
@@ -577,8 +579,8 @@ def test_requests_of_any_other_form(served):
     """What is no JSON, what is too large, and what fails by itself: always in the form that clients read."""
     _, _, client, passes, port = served
 
-    def post(body: bytes) -> tuple[int, dict]:
-        request = Request(f"http://127.0.0.1:{port}/v1/completions", body, {"Content-Type": "application/json"})
+    def post(body: bytes, kind: str = "application/json") -> tuple[int, dict]:
+        request = Request(f"http://127.0.0.1:{port}/v1/completions", body, {"Content-Type": kind})
         with pytest.raises(HTTPError) as error:
             urlopen(request)
         return error.value.code, json.load(error.value)["error"]
@@ -587,6 +589,8 @@ def test_requests_of_any_other_form(served):
     assert code == told["code"] == 400 and "JSON" in told["message"]
     code, told = post(b"[]")
     assert code == 400 and "dictionary" in told["message"]
+    code, told = post(b'{"prompt": "a"}', "application/x-www-form-urlencoded")  # as curl sends it by itself
+    assert code == 400 and told["message"].endswith("urlencoded: send the header Content-Type: application/json")
     code, told = post(json.dumps({"prompt": "a " * 2**21}).encode())
     assert code == 413 and "this server takes up to 65536" in told["message"] and not passes.decoders
     with closing(HTTPConnection("127.0.0.1", port)) as connection:  # a length is nowhere said

@@ -44,7 +44,10 @@ def build_app(name: str, model, tokenizer, passes: SharedPasses, max_loops: int 
         return error_response(400 if error.status_code == 422 else error.status_code, error.detail)
 
     @app.exception_handler(RequestValidationError)
-    async def not_json(_: Request, error: RequestValidationError):
+    async def not_json(request: Request, error: RequestValidationError):
+        if "json" not in (kind := request.headers.get("content-type", "")):
+            sent = f"as {kind}" if kind else "without its type"
+            return error_response(400, f"the body was sent {sent}: send the header Content-Type: application/json")
         reasons = (f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
         return error_response(400, "; ".join(reasons))
 

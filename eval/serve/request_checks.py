@@ -15,6 +15,7 @@ from modeling_looped.foreign_names import GENERATION_FIELDS, refuse_foreign
 
 # types of fields that transformers would convert without an error: "false" to a stream, 2.7 tokens to 2
 FORMS = {
+    "num_loops": ((int,), "a whole number, the depth of all answers"),
     "stream": ((bool,), "true or false"),
     "max_tokens": ((int,), "a whole number"),
     "max_completion_tokens": ((int,), "a whole number"),
@@ -174,6 +175,8 @@ def numbers_in(value: Any) -> Iterator:
 def check_names(names: Iterable[str], known: Collection[str]):
     """Refuse unknown fields that belong into generation_config or have another name here."""
     if unknown := sorted(set(names) - set(known)):
+        if "max_new_tokens" in unknown:
+            raise ValueError("max_new_tokens has the name max_tokens in a request: write that")
         if of_generation := [name for name in unknown if name in GENERATION_FIELDS]:
             raise ValueError(
                 f"{', '.join(of_generation)}: put it in generation_config, a text that holds JSON, such as "
