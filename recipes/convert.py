@@ -96,7 +96,11 @@ def stored_dtype(source: str):
 
     from modeling_looped.formats.folder import find_file, stored_tensors
 
+    path = Path(source)
     if find_file(source, "config.json", {}) is None:
+        places = (path, *path.parents[:2]) if path.is_dir() else ()
+        if (run := next((place for place in places if (place / "checkpoints").is_dir()), None)) is not None:
+            raise OSError(f"{source} holds no saved model: `{typed('looped export', run)}` makes one of a checkpoint")
         raise OSError(
             f"{source} is no folder with a config.json, and no such repository was reached on the Hub: check the name "
             "and the connection"

@@ -220,6 +220,15 @@ def test_options_that_mean_nothing(tmp_path):
         save_public(tiny_model(), tmp_path / "out", "gpt")
 
 
+def test_a_checkpoint_of_training_is_exported_first(tmp_path):
+    (tmp_path / "run/checkpoints/step-00000003").mkdir(parents=True)
+    for source in ("run/checkpoints/step-00000003", "run"):
+        with pytest.raises(OSError, match=f"{source} holds no saved model: `looped export {tmp_path}/run` makes one"):
+            run(tmp_path / source, tmp_path / "out")
+    with pytest.raises(OSError, match="no such repository"):
+        run(tmp_path, tmp_path / "out")
+
+
 def test_a_dense_model_that_loops_once_is_a_llama_again(tmp_path):
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
     dense = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=3, num_key_value_heads=2)).to(torch.bfloat16)
