@@ -8,6 +8,7 @@ test_time     L_inf + Z e^(-z T) for every run, beside three rival forms, in ran
 unified       the parametric law and Z e^(-z T mu^-gamma), jointly; --conditioning one (gamma = 1), learned or none (0)
 conditioning  those three decays above the floor that the parametric law gives
 collect       makes the table: `looped laws collect RUN... --output runs.csv`, from folders of looped pretrain
+              or looped sweep
 
 Columns of the table: see eval/laws/run_table.py. N counts the tables of value embeddings and FLOPs do not, unless
 --effective-parameters or --flops names another column; the result says which it was. Runs of mean depth 1 are the
@@ -27,7 +28,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = Parser("eval.laws", __doc__)
     laws = ("isoflop", "parametric", "test_time", "unified", "conditioning", "collect")
     parser.add_argument("law", choices=laws, metavar="LAW", help=" | ".join(laws))
-    parser.add_argument("inputs", nargs="+", metavar="RUNS", help="a table of runs; run folders for collect")
+    parser.add_argument(
+        "inputs", nargs="+", metavar="RUNS", help="a table of runs; folders of runs or sweeps for collect"
+    )
     parser.add_argument(
         "--output", default=None, help="folder of LAW.json and LAW.svg (runs/laws); collect: the table"
     )
