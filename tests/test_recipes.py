@@ -701,6 +701,10 @@ def test_a_sweep_is_run_once_drawn_and_summed_up(tmp_path, capsys):
             r"muon_lr=0.5 .* no effect with optimizer.name='adamw'.*\(optimizer.muon_lr=0.02\)",
         ),
         (["schedule.name=cosine", "schedule.decay_steps=3"], "decay_steps=3 would have no effect"),
+        (
+            ["data.validation_fraction=0.1", "data.validation_source=v.jsonl"],
+            r"=0.1 .* with data.validation_source='v.jsonl': leave .*, or set .* \(data.validation_fraction=0.01\)",
+        ),
         (["optimizer.decay_product=.nan"], "decay_product must lie between 0 and 1, got nan"),
         (["training.max_loss=.inf"], "max_loss must be above 0 and finite, got inf"),
         (["data.tokenizer_max_characters=-3"], "tokenizer_max_characters must be at least 1, got -3"),

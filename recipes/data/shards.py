@@ -372,7 +372,7 @@ def _refuse_empty(split: str, data: DataConfig, manifest: dict):
         f"row: data.sequence_length={data.sequence_length} is longer than all of them; make it shorter"
     )
     if not counts[split]["documents"]:
-        fewer = f"0 documents for {split}, where equal ones stay together: give more that differ"
+        fewer = f"0 documents for {split}: equal ones count as one, and there are too few different ones; add others"
     if not any(of["documents"] for of in counts.values()) and not overlapping:
         raise RecipeError(f"the documents of {data.source!r} hold no text: all are empty")
     if split == "train":

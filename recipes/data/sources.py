@@ -220,7 +220,7 @@ class Source:
                 other = number, value
         if texts and other is not None:
             raise RecipeError(
-                f"row {other[0]} (from 0) of {self.name!r} holds {shortly(repr(other[1]))} in column "
+                f"row {other[0]} (from 0) of {self.name!r} holds {shortly(other[1])} in column "
                 f"{self.column!r}, not text as {texts} other rows do: repair it or leave it out"
             )
 

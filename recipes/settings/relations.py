@@ -34,7 +34,10 @@ def refuse_idle(recipe):
         if names:
             said = ", ".join(f"{section}.{name}={as_yaml(getattr(given, name))}" for name in names)
             back = " ".join(f"{section}.{name}={as_yaml(getattr(defaults, name))}" for name in names)
-            raise RecipeError(f"{said} would have no effect with {reason}: leave it out ({back})")
+            raise RecipeError(
+                f"{said} would have no effect with {reason}: leave it out where the recipe says it, or set the "
+                f"default ({back})"
+            )
 
 
 def as_yaml(value) -> str:
@@ -76,8 +79,9 @@ def idle_data(data: DataConfig) -> Iterator[tuple[str, list[str], str]]:
             yield "data", ["text_field", "streaming"], "data.source='embedded'"
     if (data.validation_source or data.source) == "embedded":
         yield "data", ["validation_split"], "validation on embedded documents, which have one split"
-    if data.validation_source is not None or data.validation_split is not None:
-        yield "data", ["validation_fraction"], "validation documents of their own"
+    own = "validation_source" if data.validation_source is not None else "validation_split"
+    if getattr(data, own) is not None:
+        yield "data", ["validation_fraction"], f"data.{own}={getattr(data, own)!r}"
     if data.tokenizer in TRAINED_TOKENIZERS:
         reason = f"data.tokenizer={data.tokenizer!r}, which is trained here and has its own"
         yield "data", ["start_token"], reason
