@@ -65,10 +65,11 @@ class OwnLoss:
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
         owner = next(base for base in cls.__mro__ if "compute_loss" in vars(base))
+        bases = sorted(cls.__bases__, key=lambda base: not issubclass(base, OwnLoss))
         refuse_if(
             issubclass(owner, Trainer) and not issubclass(owner, OwnLoss),
             f"{cls.__name__} would train the loss of {owner.__name__}, which stands before OwnLoss: write "
-            f"class {cls.__name__}(OwnLoss, {owner.__name__})",
+            f"class {cls.__name__}({', '.join(base.__name__ for base in bases)})",
         )
 
     def compute_loss(self, model, inputs, return_outputs: bool = False, num_items_in_batch=None):

@@ -603,9 +603,12 @@ def test_bases_in_the_wrong_order_are_refused():
     class Other(Trainer):
         def compute_loss(self, *args, **kwargs): ...
 
-    for bases, named in [((Trainer, OwnLoss), "Trainer"), ((Other, OwnLoss), "Other")]:
-        with pytest.raises(ValueError, match=rf"loss of {named}, .*: write class Mine\(OwnLoss, {named}\)"):
-            type("Mine", bases, {})
+    class Plain(Trainer): ...
+
+    for base, owner in [(Trainer, "Trainer"), (Other, "Other"), (Plain, "Trainer")]:
+        message = rf"loss of {owner}, .*: write class Mine\(OwnLoss, {base.__name__}\)"
+        with pytest.raises(ValueError, match=message):
+            type("Mine", (base, OwnLoss), {})
 
     class Weighed(OwnLoss, Trainer):  # on purpose
         def compute_loss(self, *args, **kwargs): ...
