@@ -207,6 +207,11 @@ def read_items(file: Path, task: str, length: Callable[[str], int]) -> list[Item
         if len(asked) < 2:
             continue
         log_likelihoods = np.array([float(response[0]) for response in sample["filtered_resps"][: len(asked)]])
+        if np.isnan(log_likelihoods).any():
+            raise ValueError(
+                f"{file}, doc_id {sample['doc_id']}: the log-likelihood of a candidate is nan: the model gives no "
+                "numbers; evaluate another checkpoint, or leave this model out"
+            )
         questions.append(Question(sample, [arguments["arg_1"] for arguments in asked], log_likelihoods))
     items = []
     for question, gold in zip(questions, gold_indices(task, questions)):

@@ -262,12 +262,12 @@ def test_samples_of_lm_eval(runs, tmp_path, capsys):
     assert change["interval"][0] < change["change"] < change["interval"][1]
 
 
-def sample_line(gold: int) -> str:
+def sample_line(gold: int, wrong: str = "-2.0") -> str:
     """As lm-eval writes it, of a question with two candidates."""
     sample = {
         "doc_id": 0, "doc_hash": "x", "doc": {"gold": gold}, "target": str(gold),
         "arguments": {f"gen_args_{i}": {"arg_0": "a", "arg_1": f" {i}"} for i in range(2)},
-        "filtered_resps": [["-1.0", "False"], ["-2.0", "False"]],
+        "filtered_resps": [["-1.0", "False"], [wrong, "False"]],
     }  # fmt: skip
     return json.dumps(sample) + "\n"
 
@@ -290,6 +290,17 @@ def test_a_text_may_hold_what_ends_lines_elsewhere(tmp_path):
     lines = [json.dumps({**sample, "doc_id": number}, ensure_ascii=False) for number in range(2)]
     (tmp_path / "samples.jsonl").write_text("\n".join(lines), encoding="utf-8")
     assert [item.gold for item in read_samples(tmp_path / "samples.jsonl", len)] == [1, 1]
+
+
+def test_a_diverged_model_has_no_accuracy(tmp_path):
+    """Its log-likelihoods are no numbers, and the largest of them is none. A candidate may have no probability."""
+    file = tmp_path / "samples.jsonl"
+    file.write_text(sample_line(0, wrong="-inf"))
+    (found,) = read_samples(file, len)
+    assert found.log_likelihoods.tolist() == [-1.0, -math.inf]
+    file.write_text(sample_line(0) + sample_line(0, wrong="nan"))
+    with pytest.raises(ValueError, match="samples.jsonl, doc_id 0: the log-likelihood of a candidate is nan"):
+        read_samples(file, len)
 
 
 def test_folders_without_choices(runs, tmp_path):
