@@ -103,6 +103,15 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
 
 
+def save_other_tokenizer(folder: Path):
+    """As many tokens, but another of them for "a" and for "b"."""
+    tiny_tokenizer().save_pretrained(folder)
+    parts = json.loads((folder / "tokenizer.json").read_text())
+    words = parts["model"]["vocab"]
+    words["a"], words["b"] = words["b"], words["a"]
+    (folder / "tokenizer.json").write_text(json.dumps(parts))
+
+
 def run_of(folder: Path, tokenizer: Path, held_out: str, **data) -> Path:
     """Makes a folder the training run of the model in folder/final: one metric, and a recipe with other text to train
     on than what it held out."""

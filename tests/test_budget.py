@@ -25,7 +25,7 @@ from looped_eval.common.findings import best_depths
 from looped_eval.core.command import core_scores
 from looped_recipes.common.token_losses import token_losses
 from modeling_looped import LoopedForCausalLM
-from tests.helpers import shake, tiny_config, tiny_model, tiny_tokenizer
+from tests.helpers import save_other_tokenizer, shake, tiny_config, tiny_model, tiny_tokenizer
 
 
 # lm-eval's own tasks are many to read
@@ -96,6 +96,22 @@ def test_bits_and_perplexity_of_models_and_seeds(folders, text, tmp_path, capsys
         "the standard error over rows only, which does not tell how folders differ"
     ) in shown
     assert (tmp_path / "out/budget.svg").read_text().startswith("<svg")
+
+
+def test_perplexities_of_different_tokens_are_not_compared(folders, text, tmp_path, capsys):
+    other = tmp_path / "other"
+    shutil.copytree(folders[1], other)
+    arguments = ["--loops", "2", "--text", text, "--device", "cpu", "--output", str(tmp_path / "out")]
+    budget.main([f"a={folders[0]}", f"b={other}", *arguments])
+    assert "; perplexity is lowest for " in capsys.readouterr().out
+    save_other_tokenizer(other)
+    budget.main([f"a={folders[0]}", f"b={other}", *arguments])
+    said = capsys.readouterr().out
+    assert "bits per byte is lowest for " in said and "perplexity is lowest" not in said
+    note = "perplexity: per token, and the models have different tokenizers, so not compared"
+    assert note in said and note in (tmp_path / "out/budget.md").read_text()
+    with pytest.raises(ValueError, match="^a=.*/other have different tokenizers, so they are no seeds of one model"):
+        budget.main([f"a={folders[0]},{other}", *arguments])
 
 
 @pytest.mark.parametrize("limit,kept", [("2", 2), ("2.5", 2), ("0.5", 2), ("9", 3)])

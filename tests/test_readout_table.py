@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from looped_eval.readout_table import command as readout_table
 from modeling_looped import LoopedForCausalLM
-from tests.helpers import run_of, tiny_model, tiny_tokenizer
+from tests.helpers import run_of, save_other_tokenizer, tiny_model, tiny_tokenizer
 
 
 LENGTH, STRIDE, LOOPS = 8, 4, 3
@@ -222,6 +222,16 @@ def test_a_run_without_numbers_has_diverged(tmp_path, capsys):
     assert "| preset=readout_terminal_raw | 1, 1 diverged |" in printed
     assert "| preset=readout_terminal_raw | 0, 1 diverged | – | – | – |" in printed
     assert "every run diverged" in printed
+
+
+def test_perplexities_of_different_tokens_have_no_order(tmp_path, capsys):
+    first, second = (make_run(tmp_path / name / name, "readout_terminal_raw", 0, joined_by=" ") for name in "ab")
+    readout_table.main([str(first), str(second)])
+    assert "The least perplexity has a, " in capsys.readouterr().out
+    save_other_tokenizer(tmp_path / "b/tokenizer")
+    readout_table.main([str(first), str(second)])
+    said = capsys.readouterr().out
+    assert "least perplexity" not in said and "these runs have different tokenizers, so they do not compare" in said
 
 
 def test_what_is_no_table_is_refused(tmp_path):

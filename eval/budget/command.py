@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 from lm_eval.tasks import TaskManager
+from transformers import AutoTokenizer
 
 from looped_eval.common.curves import Curves, Point, draw, more_is_better, table
 from looped_eval.common.findings import best_depths
@@ -21,6 +22,7 @@ from looped_recipes.common.files import check_writable, write_whole
 from looped_recipes.common.intervals import students_reach
 from looped_recipes.common.provenance import note_what_is_replaced, write_json
 from looped_recipes.common.words import counted
+from looped_recipes.data.tokenizers import tokenizer_hash
 
 from .fully_looped import lambada_perplexity, six_curves
 from .options import parse
@@ -44,6 +46,24 @@ def parse_models(arguments: list[str]) -> dict[str, list[str]]:
             raise ValueError(f"{argument!r}: write DIR or NAME=DIR,DIR,... with a name of its own for each model")
         models[name] = folders.split(",")
     return models
+
+
+def have_one_tokenizer(models: dict[str, list[str]]) -> bool:
+    """Whether all models have the same tokenizer; refuse folders of one model that have several."""
+    of_models = set()
+    for name, folders in models.items():
+        found = {kind_of(AutoTokenizer.from_pretrained(folder)) for folder in folders}
+        if len(found) > 1:
+            raise ValueError(
+                f"{name}={','.join(folders)} have different tokenizers, so they are no seeds of one model: give each "
+                "tokenizer a NAME= of its own"
+            )
+        of_models |= found
+    return len(of_models) == 1
+
+
+def kind_of(tokenizer) -> str:
+    return tokenizer_hash(tokenizer) if tokenizer.is_fast else str(sorted(tokenizer.get_vocab().items()))
 
 
 def read_texts(path: str, limit: float | None) -> list[str]:
@@ -231,6 +251,7 @@ def main(arguments: list[str] | None = None):
         manager, args.tasks = tasks_of(args.tasks, [path for path in (TASKS, args.include_path) if path])
     for folder in sum(models.values(), []):
         check_question(folder, depths)
+    one_tokenizer = have_one_tokenizer(models)
 
     found: dict[str, list] = {name: [] for name in models}
     better: dict[str, bool] = {}
@@ -246,7 +267,10 @@ def main(arguments: list[str] | None = None):
     curves = over_seeds(found)
     precision, sizes = precision_curves(rows, depths), sizes_of(next(iter(rows.values()))[0])
     tables = [table(curves), *([table(precision)] if precision else [])]
-    shown = "\n".join([*tables, *what_spreads_are(curves, precision, models), *sizes])
+    per_token = [name for name in curves if name.endswith("perplexity") and name not in better and not one_tokenizer]
+    note = f"{', '.join(per_token)}: per token, and the models have different tokenizers, so not compared"
+    notes = [*what_spreads_are(curves, precision, models), *sizes, *([note] if per_token else [])]
+    shown = "\n".join([*tables, *notes])
     print(shown)
     write_whole(args.output / "budget.md", shown + "\n")
     values = {name: [values_of(points) for points in of_folders] for name, of_folders in found.items()}
@@ -255,4 +279,5 @@ def main(arguments: list[str] | None = None):
     draw(curves, args.output / "budget.svg")
     print(f"written: {args.output / 'budget.md'}, budget.json and budget.svg")
     first = next(iter(models.values()))[0]
-    say_result(best_depths(over_seeds(found, of_means=True), better, found), typed("looped halting", first))
+    means = {name: of for name, of in over_seeds(found, of_means=True).items() if name not in per_token}
+    say_result(best_depths(means, better, found), typed("looped halting", first))

@@ -19,17 +19,23 @@ from looped_recipes.common.measures import token_rms
 from looped_recipes.common.provenance import write_json
 from looped_recipes.common.token_losses import perplexity, token_losses
 from looped_recipes.data.packing import IGNORE_INDEX, PackedRows
+from looped_recipes.data.shards import Prepared
+from looped_recipes.data.tokenizers import tokenizer_hash
 from modeling_looped.losses import exit_log_probabilities, start_of_last_third
 
 from .options import parse
 
 
 MEASURES = {"norm": "norm of H_K", "perplexity": "perplexity", "trained": "perplexity of the trained loss"}
+OTHER_TOKENS = (
+    "Perplexities are per token, and these runs have different tokenizers, so they do not compare: `looped budget "
+    "--text FILE` compares bits per byte."
+)
 
 
-def windows(run: RunFolder) -> PackedRows:
+def windows(data: Prepared) -> PackedRows:
     """Return rows of the validation split, one token longer than the model reads, so that every token has a target."""
-    rows = prepared_data(run.folder, run_data(run.folder)).validation
+    rows = data.validation
     rows.sequence_length += 1
     return rows
 
@@ -188,9 +194,11 @@ def main(arguments: list[str] | None = None) -> dict:
             continue
         folder, config = open_config(str(run.folder / "final"))
         model = open_model(folder, args, dtype=getattr(torch, args.dtype))
-        found = measure(model, windows(run), args.batch_size)
+        data = prepared_data(run.folder, run_data(run.folder))
+        found = measure(model, windows(data), args.batch_size)
         print(f"{run.name}: " + ", ".join(f"{name} {found[name]:.4g}" for name in MEASURES if name in found))
-        measured[run.name] = {**found, "num_loops": config.trained_depth, "loop_loss": config.loop_loss}
+        about = {"num_loops": config.trained_depth, "loop_loss": config.loop_loss}
+        measured[run.name] = {**found, **about, "tokenizer": tokenizer_hash(data.tokenizer)}
     of_systems = {name: of_system(members, measured) for name, members in systems.items()}
     print("", table(of_systems), sep="\n")
     output = args.output or Path(args.folders[0])
@@ -198,5 +206,7 @@ def main(arguments: list[str] | None = None) -> dict:
     write_json(output / "readout_table.json", result, args.command, digits=6)
     write_whole(output / "readout_table.md", table(of_systems) + "\n")
     print(f"written: {output / 'readout_table.md'} and readout_table.json")
-    say_result(least_perplexity(of_systems), typed("looped report", *(run.folder for run in runs[:4])))
+    several = len({values["tokenizer"] for values in measured.values()}) > 1
+    said = OTHER_TOKENS if several else least_perplexity(of_systems)
+    say_result(said, typed("looped report", *(run.folder for run in runs[:4])))
     return result
