@@ -201,24 +201,37 @@ class Question:
 
 def read_items(file: Path, task: str, length: Callable[[str], int]) -> list[Item]:
     questions = []
-    for line in lines_of(file):
-        sample = json.loads(line)
-        asked = with_context([sample["arguments"][f"gen_args_{i}"] for i in range(len(sample["arguments"]))])
-        if len(asked) < 2:
+    for number, line in enumerate(lines_of(file), start=1):
+        if not line.strip():
             continue
-        log_likelihoods = np.array([float(response[0]) for response in sample["filtered_resps"][: len(asked)]])
-        if np.isnan(log_likelihoods).any():
+        try:
+            question = question_in(json.loads(line))
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{file}, line {number} is no sample that lm-eval logs with --log_samples") from error
+        if question is None:
+            continue
+        if np.isnan(question.log_likelihoods).any():
             raise ValueError(
-                f"{file}, doc_id {sample['doc_id']}: the log-likelihood of a candidate is nan: the model gives no "
-                "numbers; evaluate another checkpoint, or leave this model out"
+                f"{file}, doc_id {question.sample['doc_id']}: the log-likelihood of a candidate is nan: the model "
+                "gives no numbers; evaluate another checkpoint, or leave this model out"
             )
-        questions.append(Question(sample, [arguments["arg_1"] for arguments in asked], log_likelihoods))
+        questions.append(question)
     items = []
     for question, gold in zip(questions, gold_indices(task, questions)):
         lengths = np.array([max(1, length(candidate)) for candidate in question.candidates], dtype=np.float64)
         sample = question.sample
         items.append(Item(task, sample["doc_id"], sample["doc_hash"], gold, question.log_likelihoods, lengths))
     return items
+
+
+def question_in(sample: dict) -> Question | None:
+    """Return the question of a sample; None if it has fewer than two candidates, or is of another kind of task."""
+    asked = with_context([sample["arguments"][f"gen_args_{i}"] for i in range(len(sample["arguments"]))])
+    if len(asked) < 2:
+        return None
+    sample["doc_id"], sample["doc_hash"], sample["target"]  # an error if it lacks one
+    log_likelihoods = np.array([float(response[0]) for response in sample["filtered_resps"][: len(asked)]])
+    return Question(sample, [arguments["arg_1"] for arguments in asked], log_likelihoods)
 
 
 def with_context(asked: list[dict]) -> list[dict]:

@@ -303,6 +303,19 @@ def test_a_diverged_model_has_no_accuracy(tmp_path):
         read_samples(file, len)
 
 
+def test_lines_that_are_no_samples_are_named(tmp_path):
+    """Records of another tool, no record at all, a line that was cut; blank lines say nothing."""
+    file, sample = tmp_path / "samples.jsonl", json.loads(sample_line(0))
+    file.write_text(sample_line(0) + "\n\n")
+    assert len(read_samples(file, len)) == 1
+    lacking = [{k: v for k, v in sample.items() if k != key} for key in ("arguments", "doc_hash", "filtered_resps")]
+    wrong = [*map(json.dumps, [*lacking, {"id": 1, "pred": "A"}, [1, 2], 3]), sample_line(0)[:40]]
+    for line in wrong:
+        file.write_text(f"{sample_line(0)}\n{line}\n")
+        with pytest.raises(ValueError, match="samples.jsonl, line 3 is no sample that lm-eval logs"):
+            read_samples(file, len)
+
+
 def test_folders_without_choices(runs, tmp_path):
     out = runs[0]
     with pytest.raises(ValueError, match="run lm-eval with --log_samples"):
