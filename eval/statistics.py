@@ -322,9 +322,9 @@ def why_no_gold(questions: list[Question]) -> str:
 def length_in(tokenizer: str | None) -> Callable[[str], int]:
     if tokenizer is None:
         return lambda text: len(text.encode())
-    from transformers import AutoTokenizer
+    from looped_eval.common.model_folder import named_tokenizer
 
-    loaded = AutoTokenizer.from_pretrained(tokenizer)
+    loaded = named_tokenizer(tokenizer)
     return lambda text: len(loaded(text, add_special_tokens=False)["input_ids"])
 
 

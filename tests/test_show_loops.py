@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from html.parser import HTMLParser
 
 import pytest
@@ -183,6 +184,15 @@ def test_a_seed_samples_the_same_text_again(folder):
     options = ["--temperature", "1", "--max-new-tokens", "8", "--seed", "1", "--output", str(folder / "page.html")]
     first, again = (show_loops.main([str(folder), "a b", *options]) for _ in range(2))
     assert first == again
+
+
+def test_another_tokenizer_may_be_that_of_a_run(folder, tmp_path):
+    (tmp_path / "run").mkdir()
+    shutil.copytree(folder, tmp_path / "run/final")
+    (folder / "tokenizer_config.json").unlink()
+    options = ["--max-new-tokens", "1", "--output", str(tmp_path / "page.html")]
+    shown = show_loops.main([str(folder), "a b", "--tokenizer", str(tmp_path / "run"), *options])
+    assert len(shown.tokens) == 1
 
 
 def test_the_rule_is_that_of_generation_config_unless_told(folder):

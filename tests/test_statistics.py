@@ -316,6 +316,20 @@ def test_lines_that_are_no_samples_are_named(tmp_path):
             read_samples(file, len)
 
 
+def test_lengths_in_the_tokens_of_a_run(tmp_path, monkeypatch):
+    """A run's folder names its model's tokenizer; a folder that is not there is not looked for on the Hub."""
+    run = tmp_path / "runs/demo"
+    save_model_and_tokenizer(run / "final")
+    assert statistics.length_in(str(run))("a b c") == statistics.length_in(str(run / "final"))("a b c") == 3
+    monkeypatch.chdir(tmp_path)
+    for name in ("runs/nosuch", "./nosuch", "no/such/run"):
+        with pytest.raises(ValueError, match=f"there is no tokenizer folder '{name}'"):
+            statistics.length_in(name)
+    (tmp_path / "runs/unfinished").mkdir()
+    with pytest.raises(ValueError, match="can not load tokenizer 'runs/unfinished': .*name a folder that holds a tok"):
+        statistics.length_in("runs/unfinished")
+
+
 def test_folders_without_choices(runs, tmp_path):
     out = runs[0]
     with pytest.raises(ValueError, match="run lm-eval with --log_samples"):

@@ -32,14 +32,30 @@ def open_model(folder: Path, args, **asked) -> LoopedForCausalLM:
 
 
 def open_tokenizer(folder: Path, name: str | None, config: LoopedConfig):
-    """Open the tokenizer of a model. name: another tokenizer, for a model that has none."""
+    """Open the tokenizer of a model. name: another tokenizer, for a model that has none, as in `named_tokenizer`."""
     if name is None and not (folder / "tokenizer_config.json").is_file():
         raise ValueError(f"{folder} holds no tokenizer to read text with: save one there, or pass --tokenizer")
-    tokenizer = AutoTokenizer.from_pretrained(name or folder)
+    tokenizer = named_tokenizer(name or str(folder))
     tokenizer.deprecation_warnings[LONG_TEXTS] = True  # no warning: texts are cut into windows
     if len(tokenizer) > config.vocab_size:
         raise ValueError(f"the tokenizer has {len(tokenizer)} tokens, but the model vocab_size={config.vocab_size}")
     return tokenizer
+
+
+def named_tokenizer(name: str):
+    """Open a tokenizer by its folder, by the training run that holds it, or by its name on the Hub."""
+    path = Path(name)
+    is_path = name.startswith((".", "/", "~")) or name.count("/") > 1 or ("/" in name and path.parent.is_dir())
+    if is_path and not path.exists():
+        raise ValueError(f"there is no tokenizer folder {name!r} (looked from {Path.cwd()})")
+    try:
+        return AutoTokenizer.from_pretrained(model_inside(name))
+    except Exception as error:  # the Hub, the folder and the file raise different kinds
+        said = " ".join(str(error).split())
+        raise ValueError(
+            f"can not load tokenizer {name!r}: {said}; name a folder that holds a tokenizer.json, a finished run, or "
+            "a tokenizer on the Hub"
+        ) from error
 
 
 def start_token(tokenizer) -> int:

@@ -10,10 +10,9 @@ from pathlib import Path
 
 import torch
 import yaml
-from transformers import AutoTokenizer
 
 from looped_eval.common.held_out import held_out_rows
-from looped_eval.common.model_folder import joined_tokens, model_folder, training_run
+from looped_eval.common.model_folder import joined_tokens, model_folder, named_tokenizer, training_run
 from looped_recipes.common.metrics import read_metrics
 from looped_recipes.data.sources import training_source
 from looped_recipes.settings.recipe import load_recipe
@@ -47,7 +46,7 @@ class ModelAndText:
         """The class of each token, such as white space or words; None if tokens are random."""
         if self.tokenizer is None:
             return None
-        return token_classes(AutoTokenizer.from_pretrained(self.tokenizer), self.config.vocab_size)
+        return token_classes(named_tokenizer(str(self.tokenizer)), self.config.vocab_size)
 
 
 def open_model_and_text(
@@ -176,7 +175,7 @@ def tokens(config, tokenizer, text: str | None, rows: int, length: int, seed: in
                 f"{text!r} cannot be read without a tokenizer, and this model has none: pass --tokenizer"
             )
         return random_tokens(config, rows, length, seed), f"random tokens with seed {seed}"
-    tokenizer = AutoTokenizer.from_pretrained(tokenizer)
+    tokenizer = named_tokenizer(str(tokenizer))
     if len(tokenizer) > config.vocab_size:
         raise DiagnoseError(f"the tokenizer has {len(tokenizer)} tokens, but the model vocab_size={config.vocab_size}")
     documents = training_source(DataConfig(source=text or "embedded")).load()
