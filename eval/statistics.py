@@ -140,9 +140,11 @@ def pair(first: list[Item], second: list[Item]) -> list[tuple[Item, Item]]:
     alone = sorted({*of_first} ^ {*of_second})
     if alone:
         task, doc_id, _ = alone[0]
+        same_tasks = {item.task for item in first} == {item.task for item in second}
+        read = "; a file's task is read from its name, samples_TASK_TIME.jsonl: keep the names that lm-eval gave"
         raise ValueError(
             f"{len(alone)} items are in one of the two only, e.g. doc_id {doc_id} of {task}: compare runs of the same "
-            "tasks, without a --limit or with the same"
+            f"tasks, without a --limit or with the same{'' if same_tasks else read}"
         )
     return [(item, of_second[key]) for key, item in of_first.items()]
 

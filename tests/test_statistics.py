@@ -330,6 +330,17 @@ def test_lengths_in_the_tokens_of_a_run(tmp_path, monkeypatch):
         statistics.length_in("runs/unfinished")
 
 
+def test_files_that_were_renamed_are_of_tasks_of_these_names(tmp_path):
+    for name in ("first", "second"):
+        (tmp_path / f"{name}.jsonl").write_text(sample_line(0))
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more/first.jsonl").write_text(sample_line(0) + sample_line(0).replace('"x"', '"y"'))
+    with pytest.raises(ValueError, match="2 items .* doc_id 0 of first: .* name, samples_TASK_TIME.jsonl: keep"):
+        statistics.main([str(tmp_path / f"{name}.jsonl") for name in ("first", "second")])
+    with pytest.raises(ValueError, match="1 items .* doc_id 0 of first: .* a --limit or with the same$"):
+        statistics.main([str(tmp_path / f"{name}.jsonl") for name in ("first", "more/first")])
+
+
 def test_folders_without_choices(runs, tmp_path):
     out = runs[0]
     with pytest.raises(ValueError, match="run lm-eval with --log_samples"):
