@@ -27,6 +27,7 @@ from looped_recipes.common.words import counted
 
 
 RESAMPLES = 10_000
+LEAST_RESAMPLES = 1_000
 FEWEST = 20  # items that a verdict needs: intervals of fewer hold the difference less often than they say
 WRITTEN_AT = re.compile(r"_(\d{4}-\d\d-\d\dT[\d.-]+)$")  # time at the end of lm-eval's file names
 SCORES = ("candidate_nll", "gold_nll", "gold_margin", "gold_probability")
@@ -384,10 +385,10 @@ def main(arguments: list[str] | None = None) -> dict:
     parser.add_argument("--resamples", type=int, default=RESAMPLES)
     parser.add_argument("--output", type=Path, help="JSON to write")
     options = parser.parse_args(arguments)
-    if not 0 < options.level < 1 or options.resamples < 1:
+    if not 0 < options.level < 1 or options.resamples < LEAST_RESAMPLES:
         raise ValueError(
-            f"--level must lie between 0 and 1, and --resamples be at least 1; got {options.level:g} and "
-            f"{options.resamples}"
+            f"--level must lie between 0 and 1, and --resamples be at least {LEAST_RESAMPLES:,}, as the ends of an "
+            f"interval of fewer are chance; got {options.level:g} and {options.resamples}"
         )
     length = length_in(options.tokenizer)
     first = read_samples(options.first, length)

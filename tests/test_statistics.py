@@ -237,7 +237,7 @@ def test_samples_of_lm_eval(runs, tmp_path, capsys):
     out, folder, results = runs
     output = tmp_path / "new/statistics.json"
     arguments = [str(out / "loops_1"), str(out / "loops_4"), "--tokenizer", folder, "--output", str(output)]
-    found = statistics.main([*arguments, "--resamples", "200"])
+    found = statistics.main([*arguments, "--resamples", "1000"])
     assert json.loads(output.read_text())["items"] == found["items"] == 18
     assert "| gold margin |" in capsys.readouterr().out
 
@@ -350,6 +350,8 @@ def test_folders_without_choices(runs, tmp_path):
         read_samples(rolling, len)
     with pytest.raises(ValueError, match="--level must lie between 0 and 1, .* got 1.5"):
         statistics.main([str(out), str(out), "--level", "1.5"])
+    with pytest.raises(ValueError, match="--resamples be at least 1,000, .* got 0.95 and 999"):
+        statistics.main([str(out), str(out), "--resamples", "999"])
 
 
 def test_one_depth_of_several_is_to_be_named(tmp_path):
