@@ -180,6 +180,13 @@ def test_loops_and_margins_are_those_of_the_model(folder, tmp_path, capsys):
     assert read.shown == tokenizer.decode(outputs.sequences[0]) and len(read.tokens) == 20
 
 
+def test_of_a_single_loop_nothing_is_calibrated_next(folder, tmp_path, capsys):
+    options = ["--max-new-tokens", "1", "--output", str(tmp_path / "page.html")]
+    for depth in ("2", "1"):
+        show_loops.main([str(folder), "a b", "--num-loops", depth, *options])
+        assert ("looped halting" in capsys.readouterr().out) == (depth == "2")
+
+
 def test_a_seed_samples_the_same_text_again(folder):
     options = ["--temperature", "1", "--max-new-tokens", "8", "--seed", "1", "--output", str(folder / "page.html")]
     first, again = (show_loops.main([str(folder), "a b", *options]) for _ in range(2))

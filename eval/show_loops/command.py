@@ -157,5 +157,6 @@ def main(arguments: list[str]) -> Shown:
     write_whole(output, page(shown))
     print(f"\nthe page: {output}")
     mean = f"On average a token took {loops_in_words(shown.mean_loops, shown.num_loops)}; {shown.rule}."
-    say_result(mean, typed("looped halting", args.model))
+    then = [typed("looped halting", args.model)] if shown.num_loops > 1 else []  # one loop has no exits
+    say_result(mean, *then)
     return shown
