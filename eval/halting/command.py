@@ -69,8 +69,8 @@ def check(args) -> tuple[Path, LoopedConfig, list[str], list[str]]:
     for mean in args.mean_loops:
         if not args.min_loops <= mean < args.num_loops:
             raise ValueError(
-                f"--mean-loops {mean:g} must be at least --min-loops {args.min_loops} and below "
-                f"num_loops={args.num_loops}: at that no token exits"
+                f"--mean-loops {mean:g} must be from {args.min_loops} (--min-loops) to less than {args.num_loops} "
+                "(num_loops): at full depth no token exits"
             )
     check_counts(args, ("sequences", "length", "batch_size", "repeats"))
     if config.position_embedding == "learned" and args.length > config.max_position_embeddings:
