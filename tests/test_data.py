@@ -917,7 +917,7 @@ def test_bad_sources_are_named_with_advice(tmp_path):
         ("nothing.jsonl", {}, "there is no file or folder .*nothing.jsonl"),
         ("*.parquet", {}, r"no file matches .*\*.parquet"),
         ("empty.jsonl", {}, "empty.jsonl' is empty"),
-        ("empty.txt", {}, "empty.txt' is empty"),
+        ("empty.txt", {}, "empty.txt' is empty: name a source that holds documents"),
         ("blank.jsonl", {}, "holds no documents"),
         ("numbers.jsonl", {}, "'text' .* holds .*int64.* columns 'text', 'body'.*data.text_field"),
         ("broken.jsonl", {}, "can not read .*broken.jsonl.*(JSON parse error|Expected object or value)"),

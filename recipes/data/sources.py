@@ -112,7 +112,7 @@ class Source:
             if self.max_documents is not None:
                 documents = documents.take(min(self.max_documents, _length(documents, self.max_documents)))
             if next(iter(documents), None) is None:
-                raise RecipeError(f"{self.name!r} holds no documents: nothing to train on")
+                raise RecipeError(f"{self.name!r} holds no documents: name a source that holds some")
             return documents
 
     def rows(self) -> Iterator[str]:
@@ -270,7 +270,7 @@ def readable(source: Source):
     except RecipeError:
         raise
     except StopIteration as error:
-        raise RecipeError(f"{source.name!r} holds no documents: nothing to train on") from error
+        raise RecipeError(f"{source.name!r} holds no documents: name a source that holds some") from error
     except Exception as error:
         raise RecipeError(f"can not read {what_is_wrong(source, error)}") from error
 
@@ -434,7 +434,7 @@ def _builder(name: str, files: list[Path]) -> str:
             f"'folder/**/*.jsonl' (known are {', '.join(BUILDERS)})"
         )
     if not any(path.stat().st_size for path in files):
-        raise RecipeError(f"{name!r} is empty: nothing to train on")
+        raise RecipeError(f"{name!r} is empty: name a source that holds documents")
     of_zstd = [path.name for path in files if path.suffix == ".zst"]
     if of_zstd and "zstd" not in available_compressions():
         raise RecipeError(f"to read {of_zstd[0]!r} of {name!r} a package is missing: pip install zstandard")
