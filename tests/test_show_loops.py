@@ -233,6 +233,8 @@ def test_bad_input_is_refused_before_the_model_is_loaded(folder, options, words)
     (folder / "model.safetensors").unlink()
     with pytest.raises(ValueError, match=re.escape(words)):
         show_loops.main([str(folder), "a", *options])
+    with pytest.raises(IsADirectoryError, match="is a folder: name a file"):
+        show_loops.main([str(folder), "a", "--output", str(folder)])
 
 
 def test_models_and_prompts_that_cannot_be_shown_are_refused(folder):

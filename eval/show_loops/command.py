@@ -10,7 +10,7 @@ from transformers import GenerationConfig
 from looped_eval.common.findings import loops_in_words
 from looped_eval.common.model_folder import open_config, open_model, open_tokenizer
 from looped_recipes.common.command_line import check_prompt, say_result, typed
-from looped_recipes.common.files import write_whole
+from looped_recipes.common.files import check_file, write_whole
 from looped_recipes.common.words import counted
 from modeling_looped.exit_criteria import ExitRule
 
@@ -151,9 +151,10 @@ def show(args) -> Shown:
 
 def main(arguments: list[str]) -> Shown:
     args = parse(arguments)
+    output = Path(args.output)
+    check_file(output)
     shown = show(args)
     print(painted(shown) if has_colors(sys.stdout) else plain(shown))
-    output = Path(args.output)
     write_whole(output, page(shown))
     print(f"\nthe page: {output}")
     mean = f"On average a token took {loops_in_words(shown.mean_loops, shown.num_loops)}; {shown.rule}."

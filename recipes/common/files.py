@@ -17,9 +17,7 @@ def write_whole(path: str | Path, content: bytes | str | Callable[[BinaryIO], ob
     """Write bytes, text, or the output of a function to a file, and make missing folders. The data are on the disk
     when this returns."""
     path = Path(path)
-    if path.is_dir():
-        raise IsADirectoryError(f"{path} is a folder: name a file, such as one in it")
-    check_writable(path.parent)
+    check_file(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.{os.getpid()}.tmp")  # another process may write the same file
     try:
@@ -60,6 +58,13 @@ def check_writable(folder: Path, where: str = "with --output where the command h
     there = nearest_existing(folder.absolute())
     if there.is_dir() and not os.access(there, os.W_OK):
         raise PermissionError(f"{there} can not be written to: make it writable, or name another place, {where}")
+
+
+def check_file(path: Path):
+    """Raise an error if a file can not be written at this path."""
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder: name a file, such as one in it")
+    check_writable(path.parent)
 
 
 def save_pretrained(saved, folder: Path):
