@@ -49,7 +49,7 @@ def check_mask(mask, inputs: torch.Tensor, cached: int = 0):
     if mask.shape != (len(inputs), cached + inputs.shape[1]):  # a compiler formats no shapes of its graph
         raise ValueError(
             f"attention_mask has shape {tuple(mask.shape)}, but the input {tuple(inputs.shape[:2])} behind {cached} "
-            "cached tokens: give each token 1, padding 0"
+            "cached tokens: give a row to each prompt, and a column to each token"
         )
 
 

@@ -15,11 +15,12 @@ import copy
 import reprlib
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar, copy_context
 from inspect import signature
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -243,14 +244,18 @@ def room_beside(model, num_rows: int, max_length: int):
 
 def read_prompts(inputs) -> list[list[int]]:
     """Return the ids of each prompt of `generate_batch`. A tensor of all prompts is refused: it may hold padding."""
-    prompts = [as_python(prompt) for prompt in inputs] if isinstance(inputs, (list, tuple)) else [inputs]
-    is_list = all(isinstance(prompt, (list, tuple)) for prompt in prompts)
-    if not is_list or any(type(token) is not int for prompt in prompts for token in prompt):
+    prompts = list(map(as_python, inputs)) if isinstance(inputs, Sequence) else [inputs]
+    is_list = not any(isinstance(prompt, str) or not isinstance(prompt, Sequence) for prompt in prompts)
+    if not is_list or not all(is_whole(token) for prompt in prompts for token in prompt):
         raise TypeError(
             f"inputs must be one list of token ids per prompt, got {type(inputs).__name__} {reprlib.repr(inputs)}: "
             "of a tokenizer pass tokenizer(texts).input_ids"
         )
-    return [list(prompt) for prompt in prompts]
+    return [list(map(int, prompt)) for prompt in prompts]
+
+
+def is_whole(token) -> bool:
+    return isinstance(token, Integral) and not isinstance(token, bool)
 
 
 def generate_together(model, inputs, generation_config, fields: dict, max_rows: int, max_tokens, **kwargs) -> dict:

@@ -7,8 +7,8 @@ A recipe is a YAML file with what differs from the defaults below; those that co
 short names from any folder. The run is a function of the recipe alone: which tokens, depths and noise a step sees
 depends on (seed, step, row of the global batch), so it resumes bit for bit after any interruption, and the number of
 processes does not matter. Written to `training.output_dir`: recipe.yaml (resolved), metrics.jsonl, checkpoints/, and
-final/ to load. SIGTERM, Ctrl-C and a terminal that is closed (SIGHUP, but not under nohup) end it after the step it is
-at, with a checkpoint; the exit status is then that of the signal (143, 130, 129), under `accelerate launch` of several
+final/ to load. SIGTERM, Ctrl-C and a closed terminal (SIGHUP, not under nohup) end it after the step it is at, with a
+checkpoint; the exit status is then that of the signal (143, 130, 129), under `accelerate launch` of several
 processes 1.
 """
 

@@ -1,13 +1,15 @@
 """Progress of long work: a bar for who looks at it, few lines for a file."""
 
+import errno
 import os
 import pty
+import signal
 import subprocess
 import sys
 
 import pytest
 
-from looped_recipes.common import progress
+from looped_recipes.common import command_line, progress
 from looped_recipes.common.progress import progress_bar
 from tests.helpers_processes import import_paths
 
@@ -41,7 +43,7 @@ def test_a_terminal_gets_a_bar_that_moves(capsys, monkeypatch):
 
 LONG = """
 import sys
-from looped_recipes.common import progress
+from looped_recipes.common import command_line, progress
 from looped_recipes.common.command_line import run_command
 
 def main(arguments):
@@ -75,3 +77,22 @@ def test_work_goes_on_to_its_own_status_without_a_reader(gone, status, options, 
     assert done.returncode == status and (tmp_path / "saved").exists()
     assert done.stdout is None or done.stdout.endswith(b"step 99\nsaved\n")
     assert done.stderr is None or b"100/100" in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_lets_a_command_clean_up(number):
+    before = signal.signal(number, signal.SIG_DFL)
+    try:
+        command_line.end_on_signals()
+        with pytest.raises(SystemExit) as ended:
+            signal.raise_signal(number)
+        assert ended.value.code == 128 + number
+    finally:
+        signal.signal(number, before)
+
+
+def test_a_disk_that_fails_is_no_reader_that_leaves():
+    with open("/proc/self/mem", "w") as disk:  # whose writes fail as those of a broken disk
+        output = command_line.LastingOutput(disk)
+        with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+            output.write(b"a result")

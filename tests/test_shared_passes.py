@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import cpu_offload
+from datasets import Dataset
 from transformers import BatchEncoding
 
 from modeling_looped import LoopedModel, continuous, shared_passes
@@ -516,7 +517,8 @@ def test_kinds_of_lists_of_prompts():
     model, asked = build("plain"), {"num_loops": 2, "max_new_tokens": 3, **GREEDY}
     ids = random_ids(2, 5)
     alone = model.generate(ids, attention_mask=torch.ones_like(ids), **asked).sequences[:, 5:].tolist()
-    for prompts in (list(ids), list(ids.numpy()), tuple(ids.tolist()), [tuple(row) for row in ids.tolist()]):
+    column = Dataset.from_dict({"ids": ids.tolist()})["ids"]
+    for prompts in (list(ids), list(ids.numpy()), tuple(ids.tolist()), [list(row) for row in ids.numpy()], column):
         results = model.generate_batch(prompts, **asked).values()
         assert [result.generated_tokens for result in results] == alone
         assert [result.prompt_ids for result in results] == ids.tolist()
@@ -531,6 +533,7 @@ def test_what_is_no_list_of_prompts(depth):
         ("a text", "str 'a text'"),
         (["a text", "another"], r"list \['a text', 'another'\]"),
         ([3, 4], r"list \[3, 4\]"),
+        ([[True, False]], r"list \[\[True, False\]\]"),
         (random_ids(2, 4), r"Tensor tensor\(\["),
         ([[3.0, 4.0]], r"list \[\[3.0, 4.0\]\]"),
         ([[[3], [4]]], r"list \[\[\[3\], \[4\]\]\]"),

@@ -12,6 +12,7 @@ import os
 import re
 import shlex
 import signal
+import stat
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -248,12 +249,15 @@ class LastingOutput(io.FileIO):
     def __init__(self, stream: io.TextIOWrapper):
         super().__init__(stream.fileno(), "w", closefd=False)
         self.stream = stream  # which would close the file when it is no longer used
+        self.name = stream.name
+        is_file = stat.S_ISREG(os.fstat(self.fileno()).st_mode)
+        self.when_gone = (errno.EPIPE,) if is_file else (errno.EPIPE, errno.EIO)  # EIO of a disk is an error
 
     def write(self, data) -> int | None:
         try:
             return super().write(data)
         except OSError as error:
-            if error.errno not in (errno.EPIPE, errno.EIO):
+            if error.errno not in self.when_gone:
                 raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
         return len(data)
