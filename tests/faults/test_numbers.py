@@ -144,9 +144,18 @@ def test_rates_that_are_no_numbers_are_refused():
         optimum([1e-3, math.nan, 1e-2], [1.0, 0.5, 1.0])
 
 
+@pytest.fixture
+def hears_hangup():
+    """SIGHUP as it is without nohup, under which the tests may run."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 @pytest.mark.parametrize(
     "number", [signal.SIGTERM, signal.SIGHUP, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
 )
+@pytest.mark.usefixtures("hears_hangup")
 def test_a_signal_saves_the_step(runs, monkeypatch, number):
     place = runs.copy(runs.half, "signalled")
     before = signal.getsignal(number)
