@@ -7,7 +7,7 @@ from transformers import AutoTokenizer
 
 from looped_recipes.common.checksums import check_folder
 from looped_recipes.common.command_line import typed
-from looped_recipes.common.hub import model_inside
+from looped_recipes.common.hub import can_only_be_path, model_inside
 from modeling_looped import LoopedConfig, LoopedForCausalLM
 
 
@@ -45,7 +45,7 @@ def open_tokenizer(folder: Path, name: str | None, config: LoopedConfig):
 def named_tokenizer(name: str):
     """Open a tokenizer by its folder, by the training run that holds it, or by its name on the Hub."""
     path = Path(name)
-    is_path = name.startswith((".", "/", "~")) or name.count("/") > 1 or ("/" in name and path.parent.is_dir())
+    is_path = can_only_be_path(name) or ("/" in name and path.parent.is_dir())
     if is_path and not path.exists():
         raise ValueError(f"there is no tokenizer folder {name!r} (looked from {Path.cwd()})")
     try:

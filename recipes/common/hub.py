@@ -40,12 +40,17 @@ def files_of_fully_looped(source: str | Path) -> tuple[Path, Path] | None:
     return None
 
 
+def can_only_be_path(name: str) -> bool:
+    """Return whether no repository on the Hub has such a name: there it is `name` or `owner/name`."""
+    return name.startswith(("/", ".", "~")) or name.count("/") > 1
+
+
 def check_source(name: str):
     """Raise an error if there is neither a folder `name` nor a reachable Hub. The Hub is tried only once: its client
     would keep trying for a minute."""
     if Path(name).is_dir() or is_offline_mode():
         return
-    if name.count("/") != 1 or name.startswith((".", "/", "~")):
+    if "/" not in name or can_only_be_path(name):
         raise ValueError(f"there is no folder {name!r}, and repositories on the Hub have names like owner/name")
     try:
         urlopen(Request(constants.ENDPOINT, method="HEAD"), timeout=SECONDS).close()

@@ -32,6 +32,7 @@ from fsspec.compression import available_compressions
 from pyarrow.parquet import read_schema
 from tqdm import tqdm
 
+from looped_recipes.common.hub import can_only_be_path
 from looped_recipes.settings.paths import expanded
 from looped_recipes.settings.recipe import DataConfig, RecipeError
 from looped_recipes.settings.yaml_files import shortly
@@ -359,8 +360,8 @@ def check_files(name: str):
 
 
 def looks_like_path(name: str) -> bool:
-    """Return whether a name is a path and not a name on the hub, which is `name` or `owner/name`."""
-    return name.startswith(("/", ".", "~")) or name.count("/") > 1 or _builder_of(Path(name)) is not None
+    """Return whether a name is a path and not a name on the hub."""
+    return can_only_be_path(name) or _builder_of(Path(name)) is not None
 
 
 def refuse_left_out(name: str, files: list[Path], reader: DatasetBuilder):
