@@ -121,8 +121,8 @@ ARGUMENTS = {
     "num_loops, which counts from 1 (a step k that counts from 0 is num_loops=k + 1)": "exit_at_step early_exit_step",
     "num_loops and backprop_loops (a num_steps_pair of n, k is num_loops=n + k, backprop_loops=k)": "num_steps_pair",
     "exit_criterion (with exit_threshold; forward takes an exit_rule)": """
-        early_exit exit exit_criteria halting halting_criterion criterion use_exit adaptive adaptive_depth
-        adaptive_computation
+        early_exit early_exit_threshold exit exit_criteria halting halting_criterion criterion use_exit adaptive
+        adaptive_depth adaptive_computation
     """,
     "exit_rule (that of generate is exit_criterion and fields beside it)": """
         exit_criterion exit_threshold min_loops exit_interval exit_read_interval exit_selection
@@ -133,7 +133,7 @@ ARGUMENTS = {
     """,
     "exit_interval": "check_criterion_every_n_steps check_every check_interval",
     "exit_threshold": """
-        early_exit_threshold threshold exit_thresh halting_threshold confidence confidence_threshold margin
+        threshold exit_thresh halting_threshold confidence confidence_threshold margin
     """,
     "draft_loops (with draft_tokens)": """
         draft_depth draft_steps num_draft_loops draft_layers draft self_speculative speculative self_speculation

@@ -11,7 +11,7 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from .compatibility import look_up
 from .depth_options import DEPTH_FIELDS
-from .foreign_names import UnknownNameError
+from .foreign_names import ARGUMENT_OF, UnknownNameError
 from .overrides import PACKAGE
 
 
@@ -173,8 +173,10 @@ class StrictLoadingMixin:
         except TypeError as error:
             if "unexpected keyword argument" not in str(error):
                 raise
+            advice = ARGUMENT_OF.get(str(error).split("'")[1])
             raise UnknownNameError(
                 f"{error}: from_pretrained takes the arguments of transformers and the fields of LoopedConfig"
+                + (f"; did you mean `{advice}` of generate?" if advice else "")
             ) from error
         except (look_up("safetensors", "SafetensorError", EOFError), EOFError) as error:
             raise ValueError(

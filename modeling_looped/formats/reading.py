@@ -50,8 +50,11 @@ class PublicFolder:
         ):
             return
         try:
-            # never run code of the folder, nor ask whether to run it
-            tokenizer = AutoTokenizer.from_pretrained(self.path, trust_remote_code=False, **self.hub)
+            # never run code of the folder, nor ask whether to run it; without the config transformers would read the
+            # foreign one as one of its own, and warn of it
+            tokenizer = AutoTokenizer.from_pretrained(
+                self.path, config=model.config, trust_remote_code=False, **self.hub
+            )
         except Exception as error:  # of many kinds: there may be no tokenizer, or one that needs another library
             logger.info(f"no tokenizer in {self.path}: {error}")
             logger.warning(
