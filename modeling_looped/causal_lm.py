@@ -16,6 +16,7 @@
 from collections.abc import Callable
 from functools import reduce
 from inspect import signature
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -48,8 +49,11 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin, LoopedLoss
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
     _tp_plan = {"lm_head": "colwise_gather_output"}
     _fsdp_plan = {"lm_head": "keep_full_weight"}
+    added_fields: ClassVar[dict[str, Any]] = {}  # of the config, that a subclass reads beside ours: their defaults
 
     def __init__(self, config: LoopedConfig):
+        for name in self.added_fields.keys() - vars(config).keys():
+            setattr(config, name, self.added_fields[name])
         super().__init__(config)
         self.generation_config._from_model_config = False  # else loading drops fields unknown to transformers
         self.model = LoopedModel(config)

@@ -39,6 +39,7 @@ from .presets import PRESETS, preset_fields
 
 logger = logging.get_logger(__name__)
 
+NOT_READ = "only a model class of your own would read it"
 FORMAT_VERSION = 2
 # for each readout_norm, what the head reads below the trained depth, and at or above it
 READOUTS = {
@@ -303,7 +304,10 @@ class LoopedConfig(DerivedFields):
     eos_token_id: int | list[int] | None = 2
 
     def __post_init__(self, num_hidden_layers: int | None = None, layer_types: list[str] | None = None, **kwargs):
-        self._check_names(kwargs, "nothing in the model reads it")
+        if all(name.startswith("Looped") for name in self.architectures or ()):
+            self._check_names(kwargs, NOT_READ)
+        else:  # saved by a class that may add fields
+            self._refuse_misnamed(kwargs)
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
         if self.head_dim is None and self.num_attention_heads > 0:
@@ -360,7 +364,7 @@ class LoopedConfig(DerivedFields):
     def __setattr__(self, name: str, value: Any):
         if name in FIELD_OF or not (name.startswith("_") or hasattr(type(self), name)):
             if name in SPELLINGS_OF_EPS:
-                self._check_names({name: value}, "nothing in the model reads it")
+                self._check_names({name: value}, NOT_READ)
             else:  # no warning: tools store attributes of their own in a config
                 self._refuse_misnamed({name: value})
         super().__setattr__(name, value)

@@ -32,7 +32,7 @@ class DrawnDepths:
     model whose `state_init` is "normal" starts from noise. Evaluation runs at the model's num_loops, without noise.
     """
 
-    sampler: Literal["fixed", "poisson", "poisson_lognormal", "uniform"] = "poisson_lognormal"
+    sampler: str = "poisson_lognormal"  # a name of SAMPLERS
     mean: float | None = None
     backprop_loops: int | None = None
     per: Literal["batch", "sequence"] = "batch"

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from looped_eval.common.run_folder import open_runs
 from looped_eval.show_loops.command import main as show
 from looped_recipes.engine.checkpoint import CheckpointError
 from looped_recipes.engine.training import Pretraining
@@ -18,7 +20,7 @@ from looped_recipes.pretrain import main
 from looped_recipes.settings.model_file import MODULES, class_in_file
 from looped_recipes.settings.recipe import RecipeError
 from looped_recipes.sweep import run_sweep
-from modeling_looped import LoopedConfig, LoopedForCausalLM
+from modeling_looped import SAMPLERS, LoopedConfig, LoopedForCausalLM
 from modeling_looped.formats import save_public
 from modeling_looped.loading import LoopedCheckpointError
 
@@ -179,6 +181,100 @@ def test_a_recipe_trains_it_and_goes_on_bit_for_bit(written, training_text, tmp_
         show(asked)
     show([*asked, "--trust-remote-code"])
     assert (tmp_path / "page.html").is_file()
+
+
+HEADER = "class GatedForCausalLM(LoopedForCausalLM):\n"
+ADDING = (
+    CODE.replace("        self.gate =", "        self.bias = config.gate_bias\n        self.gate =")
+    .replace("0.5)", "self.bias)")
+    .replace(HEADER, HEADER + "    added_fields = {'gate_bias': 0.5, 'gate_name': 'a', 'gate_list': None}\n\n")
+)
+
+
+def test_fields_that_a_class_adds_to_the_config(written, tmp_path, logged):
+    own = class_in_file(written(ADDING))
+    plain, other = own(tiny_config(injection="add")), tiny_config(injection="add")
+    other.gate_bias = -2.0
+    assert plain.config.gate_bias == 0.5 and (plain.model.injection.gate == 0.5).all()
+    model = own(other)
+    assert (model.model.injection.gate == -2).all() and model.config.gate_name == "a"
+    model.save_pretrained(tmp_path / "saved")
+    transformers.utils.logging.enable_propagation()
+    try:
+        opened = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", trust_remote_code=True)
+    finally:
+        transformers.utils.logging.disable_propagation()
+    assert opened.config.gate_bias == -2 and not [record for record in logged if "gate" in record.getMessage()]
+    assert own.from_pretrained(tmp_path / "saved", gate_bias=4.0).config.gate_bias == 4
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
+    llama = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=1))
+    dense = own.from_dense(llama, injection="add", gate_bias=3.0)
+    assert dense.config.gate_bias == 3 and (dense.model.injection.gate == 3).all()
+
+
+def test_a_recipe_sets_them(written, training_text, tmp_path):
+    recipe = [str(SMOKE / "lt.yaml"), "model.injection=add", f"training.model_file={written(ADDING)}"]
+
+    def train(name, *more):
+        main([*recipe, *smoke_settings(training_text, tmp_path / name), "training.steps=2", *more])
+        return tmp_path / name
+
+    first = train("first", "model.gate_bias=2")
+    saved = json.loads((first / "final" / "config.json").read_text())
+    assert saved["gate_bias"] == 2 and saved["gate_name"] == "a"
+    train("first", "model.gate_bias=2", "training.steps=3")
+    with pytest.raises(CheckpointError, match="model.gate_bias was 2.*, is 4"):
+        train("first", "model.gate_bias=4", "training.steps=4")
+    start = f"training.initialize_from={first / 'final'}"
+    for name, given, wanted in (("same", (), 2), ("other", ("model.gate_bias=-1.5",), -1.5)):
+        folder = train(name, start, *given)
+        assert json.loads((folder / "final" / "config.json").read_text())["gate_bias"] == wanted
+
+
+def test_a_sweep_goes_over_them(written, training_text, tmp_path):
+    sweep = tmp_path / "sweep.yaml"
+    sweep.write_text(
+        f"recipe: {SMOKE / 'lt.yaml'}\nset: {{model.injection: add}}\n"
+        "grid: {model.gate_bias: [0.5, 2.0], model.num_loops: [1, 2]}\n"
+        "plot: {x: model.gate_bias, curve: model.num_loops}\n"
+    )
+    own = f"training.model_file={written(ADDING)}"
+    run_sweep(str(sweep), [*smoke_settings(training_text, tmp_path / "runs"), "training.steps=1", own], None)
+    results = [json.loads(line) for line in (tmp_path / "runs" / "results.jsonl").read_text().splitlines()]
+    assert sorted(result["model.gate_bias"] for result in results) == [0.5, 0.5, 2, 2]
+    assert "model.gate_bias" in next((tmp_path / "runs").glob("*.svg")).read_text()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["model.gate_bais=2"], "unknown key in model: 'gate_bais'; did you mean 'gate_bias'"),
+        (["model.gate_bias=x"], "gate_bias='x' must be of the type float, as its default 0.5 in GatedForCausalLM"),
+        (["model.gate_name=3"], "gate_name=3 must be of the type str"),
+        (["model.num_steps=3"], "did you mean `num_loops`"),
+        (["depth.sampler=posson"], "depth.sampler must be one of fixed, poisson, .*, got 'posson'"),
+    ],
+)
+def test_what_neither_the_config_nor_the_class_has_is_refused(settings, message, written, training_text, tmp_path):
+    own = f"training.model_file={written(ADDING)}"
+    with pytest.raises(RecipeError, match=message):
+        main([str(SMOKE / "lt.yaml"), *smoke_settings(training_text, tmp_path / "run"), own, *settings])
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_sampler_of_depths_of_its_own(written, training_text, tmp_path):
+    adding = "\nfrom modeling_looped import SAMPLERS\nSAMPLERS['always_two'] = lambda mean, least, generator: 2\n"
+    path = written(CODE + adding)
+    settings = [*smoke_settings(training_text, tmp_path / "run"), "training.steps=2", "logging.every=1"]
+    try:
+        own = [f"training.model_file={path}", "model.injection=add", "depth.sampler=always_two", "depth.mean=4"]
+        main([str(SMOKE / "lt.yaml"), *settings, *own])
+    finally:
+        SAMPLERS.pop("always_two", None)
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [record["loops"] for record in records if "loops" in record] == [2, 2]
+    (run,) = open_runs([tmp_path / "run"])
+    assert run.operations.mean_depth == 4  # its file is not imported to read it
 
 
 def test_changed_code_is_another_run(written, training_text, tmp_path):

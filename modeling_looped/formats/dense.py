@@ -69,14 +69,17 @@ def from_dense(
 ) -> LoopedForCausalLM:
     """Make a looped model of a dense one: a folder, a name, or a model of transformers, which is not changed.
 
-    options: arguments of `start_from_dense`, and of loading such as `revision`.
+    options: arguments of `start_from_dense`, of loading such as `revision`, and `added_fields` of the class.
     """
     if not issubclass(cls, LoopedForCausalLM):
         raise ValueError(f"from_dense makes a LoopedForCausalLM, not a {cls.__name__}; save it and open that folder")
     loading = {name: options.pop(name) for name in OF_LOADING & options.keys()}
     given, path = (source, "") if isinstance(source, PreTrainedModel) else (None, source)
     dense_config = opened(AutoConfig, path, loading) if given is None else given.config
+    added = {name: options.pop(name) for name in cls.added_fields.keys() & options.keys()}
     start = start_from_dense(dense_config, **options)
+    for name, value in added.items():
+        setattr(start.config, name, value)
 
     dense = given
     if dense is None:

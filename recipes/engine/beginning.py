@@ -14,7 +14,7 @@ from looped_recipes.engine.kernels import check_device
 from looped_recipes.engine.tensor_parallel import data_rank
 from looped_recipes.settings.recipe import Recipe, RecipeError
 from looped_recipes.settings.run_checks import check_positions
-from modeling_looped import LoopedForCausalLM
+from modeling_looped import LoopedConfig, LoopedForCausalLM
 
 
 def check_launch(recipe: Recipe, accelerator: Accelerator):
@@ -129,7 +129,10 @@ def saved_model(recipe: Recipe, tokenizer) -> LoopedForCausalLM:
     check_folder(start)
     check_tokens_of(start, tokenizer)
     changes, model_class = recipe.changes_to_start(), recipe.model_class
-    if "exit_gate" not in changes:
+    has_new_gate = "exit_gate" in changes
+    if recipe.added_fields:
+        changes = {"config": recipe.with_added_fields(LoopedConfig.from_pretrained(start, **changes))}
+    if not has_new_gate:
         return model_class.from_pretrained(start, **changes)
     model, info = model_class.from_pretrained(start, output_loading_info=True, **changes)
     missing = {name for name in info["missing_keys"] if not name.startswith("exit_gate.")}
@@ -154,7 +157,9 @@ def looped_dense_model(recipe: Recipe) -> LoopedForCausalLM:
     path = recipe.dense.path
     check_folder(path)
     try:
-        return recipe.model_class.from_dense(path, dtype=torch.float32, **recipe.dense_options())
+        return recipe.model_class.from_dense(
+            path, dtype=torch.float32, **recipe.dense_options(), **recipe.added_fields
+        )
     except ValueError as error:
         raise RecipeError(f"dense.path={path!r}: {error}") from error
 

@@ -3,10 +3,13 @@
 Sizes are checked before a config is made, so that a typing error costs no memory and no time.
 """
 
+import dataclasses
+
 from transformers.modeling_rope_utils import RopeParameters
 
-from modeling_looped import LoopedConfig
+from modeling_looped import LoopedConfig, LoopedForCausalLM
 from modeling_looped.config_layers import LAYER_TYPES
+from modeling_looped.foreign_names import FIELD_OF, meant
 
 from .ranges import MOST_DEPTH
 from .sections import RecipeError
@@ -37,6 +40,7 @@ LARGEST = {
     "kv_latent_size": 2**17,
     "sliding_window": 2**24,
 }
+FIELDS = [field.name for field in dataclasses.fields(LoopedConfig) if field.name != "trained_num_loops"]
 OWN_FIELDS = [name for name in LoopedConfig.__annotations__ if name != "format_version"]
 OF_OTHER_USES = ("use_cache", "classifier_dropout")  # fields that training does not read
 SET_BY_TOKENIZER = ("pad_token_id", "bos_token_id", "eos_token_id")
@@ -83,6 +87,30 @@ CONDITIONS = {
         lambda c: any("sliding_attention" in types for types in c.section_layer_types()),
     ),
 }
+
+
+def refuse_unknown_fields(fields: dict, where: str, added: tuple[str, ...] = ()):
+    """added: names of the fields that a class of the user's own adds."""
+    known = [*FIELDS, "preset", *added]
+    for key in fields:
+        if key not in known and (advice := meant(str(key), known, FIELD_OF)):
+            raise RecipeError(f"{where}: unknown key in model: {shortly(key)}; did you mean {advice!r}?")
+    refuse_unknown(fields, known, where, "key in model", [*OWN_FIELDS, "preset", *added])
+
+
+def check_added_fields(fields: dict, model_class: type[LoopedForCausalLM]):
+    """Refuse fields that neither the config nor the class of the user's own has, and values of another type than that
+    of its default."""
+    added = model_class.added_fields
+    refuse_unknown_fields(fields, f"the recipe of a {model_class.__name__}", tuple(added))
+    for name in added.keys() & fields.keys():
+        value, default = fields[name], added[name]
+        fits = type(value) is type(default) or isinstance(default, float) and type(value) is int
+        if default is not None and not fits:
+            raise RecipeError(
+                f"model.{name}={shortly(value)} must be of the type {type(default).__name__}, as its default "
+                f"{default!r} in {model_class.__name__}.added_fields"
+            )
 
 
 def check_model_fields(fields: dict, where: str):

@@ -6,7 +6,7 @@ from functools import cache
 from statistics import fmean
 
 from looped_recipes.common.flops import sizes, training_flops_per_token
-from modeling_looped import LoopedConfig, depths_of_step
+from modeling_looped import SAMPLERS, LoopedConfig, depths_of_step
 
 from .recipe import Recipe, RecipeError
 
@@ -83,9 +83,10 @@ class Operations:
 
 def drawn_depth(recipe: Recipe, mean: float, window: int | None) -> float:
     """Return the mean depth for counting operations: the papers' `mean`, plus one loop for Huginn's sampler; with a
-    maximum, the mean of draws. Poisson zeros run as one loop, which adds exp(-mean); the papers do not count it."""
+    maximum, the mean of draws. Poisson zeros run as one loop, which adds exp(-mean); the papers do not count it. To
+    read the results of a run, the file that adds a sampler of its own is not imported."""
     depth = recipe.depth
-    if depth.maximum is None:
+    if depth.maximum is None or depth.sampler not in SAMPLERS:
         return mean + (depth.sampler == "poisson_lognormal")
     return mean_of_draws(depth.sampler, mean, window, depth.split, depth.maximum)
 

@@ -21,12 +21,11 @@ from transformers import AutoConfig
 from looped_recipes.common.command_line import typed
 from looped_recipes.common.files import write_whole
 from modeling_looped import LoopedConfig, LoopedForCausalLM
-from modeling_looped.foreign_names import FIELD_OF, meant
 from modeling_looped.formats.dense import start_from_dense
 
 from .curriculum import curriculum
 from .foreign_keys import place_of
-from .model_fields import OWN_FIELDS, check_model_fields
+from .model_fields import FIELDS, check_model_fields, refuse_unknown_fields
 from .model_file import class_in_file
 from .paths import expanded, named_in, recipe_file
 from .ranges import check_ranges
@@ -57,7 +56,7 @@ LONGEST_CHAIN = 20  # of recipes that extend each other
 
 @dataclass
 class Recipe:
-    model: dict = field(default_factory=dict)  # preset, and LoopedConfig fields
+    model: dict = field(default_factory=dict)  # preset, LoopedConfig fields, and those that training.model_file adds
     dense: DenseConfig = field(default_factory=DenseConfig)
     data: DataConfig = field(default_factory=DataConfig)
     depth: DepthConfig = field(default_factory=DepthConfig)
@@ -72,17 +71,35 @@ class Recipe:
 
         If the model to start from is not on this machine, the sizes in the recipe are used.
         """
-        fields = {**self.model, **overrides}
-        preset = fields.pop("preset", None)
         try:
-            if self.start_is_here and self.dense.path is not None:
-                return start_from_dense(AutoConfig.from_pretrained(self.dense.path), **self.dense_options()).config
-            if self.start_is_here:
-                return LoopedConfig.from_pretrained(self.start, **self.changes_to_start())
-            return LoopedConfig(**fields) if preset is None else LoopedConfig.from_preset(preset, **fields)
+            return self.with_added_fields(self._config_of_ours(overrides))
         # transformers' checks, such as those of kinds of rotary positions, raise other errors than ValueError
         except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
             raise RecipeError(f"section 'model': {' '.join(str(error).split())}") from error
+
+    def _config_of_ours(self, overrides: dict) -> LoopedConfig:
+        if self.start_is_here and self.dense.path is not None:
+            return start_from_dense(AutoConfig.from_pretrained(self.dense.path), **self.dense_options()).config
+        if self.start_is_here:
+            return LoopedConfig.from_pretrained(self.start, **self.changes_to_start())
+        fields = {**self.fields_of_ours, **overrides}
+        preset = self.model.get("preset")
+        return LoopedConfig(**fields) if preset is None else LoopedConfig.from_preset(preset, **fields)
+
+    @property
+    def fields_of_ours(self) -> dict:
+        """The fields of LoopedConfig that the recipe sets."""
+        return {name: value for name, value in self.model.items() if name in FIELDS}
+
+    @property
+    def added_fields(self) -> dict:
+        """The fields that it sets of those that the class in training.model_file adds to the config."""
+        return {name: value for name, value in self.model.items() if name not in (*FIELDS, "preset")}
+
+    def with_added_fields(self, config: LoopedConfig) -> LoopedConfig:
+        for name, value in self.added_fields.items():
+            setattr(config, name, value)
+        return config
 
     @property
     def model_class(self) -> type[LoopedForCausalLM]:
@@ -99,15 +116,14 @@ class Recipe:
 
     def changes_to_start(self) -> dict:
         """Return the fields that change a saved model, e.g. its loss."""
-        changes = {key: value for key, value in self.model.items() if key != "preset"}
+        changes = self.fields_of_ours
         if "num_loops" in changes:  # the depth of this training, even if an earlier one had another
             changes["trained_num_loops"] = changes["num_loops"]
         return changes
 
     def dense_options(self) -> dict:
         """Return the arguments of `from_dense`, except the path."""
-        options = {key: value for key, value in self.model.items() if key != "preset"}
-        return {**options, "layers": self.dense.layers, "core_init": self.dense.core_init}
+        return {**self.fields_of_ours, "layers": self.dense.layers, "core_init": self.dense.core_init}
 
     def mean_depth(self, config: LoopedConfig) -> float:
         return config.trained_depth if self.depth.mean is None else self.depth.mean
@@ -198,7 +214,8 @@ def split_override(override: str) -> tuple[str, typing.Any]:
 
 def recipe_from_dict(raw: dict, where: str = "the recipe", finished: bool = False) -> Recipe:
     refuse_unknown(raw, ["model", *SECTIONS], where, "section")
-    recipe = Recipe(model=_model_fields(_section(raw, "model", where), where))
+    has_own_class = _section(raw, "training", where).get("model_file") is not None
+    recipe = Recipe(model=_model_fields(_section(raw, "model", where), where, has_own_class))
     for name, section in SECTIONS.items():
         values = _section(raw, name, where)
         hints = typing.get_type_hints(section)
@@ -275,14 +292,12 @@ def takes_null(section: str, name) -> bool:
     return name not in types_of or type(None) in typing.get_args(types_of[name])
 
 
-def _model_fields(fields: dict, where: str) -> dict:
-    known = [f.name for f in dataclasses.fields(LoopedConfig) if f.name != "trained_num_loops"] + ["preset"]
-    for key in fields:
-        if key not in known and (advice := meant(str(key), known, FIELD_OF)):
-            raise RecipeError(f"{where}: unknown key in model: {shortly(key)}; did you mean {advice!r}?")
-    refuse_unknown(fields, known, where, "key in model", [*OWN_FIELDS, "preset"])
+def _model_fields(fields: dict, where: str, has_own_class: bool) -> dict:
+    """Return the values of the section. What a class of the user's own adds is checked when its file is imported."""
+    if not has_own_class:
+        refuse_unknown_fields(fields, where)
     fields = {key: as_number(value) for key, value in fields.items()}
-    check_model_fields(fields, where)
+    check_model_fields({key: value for key, value in fields.items() if key in (*FIELDS, "preset")}, where)
     return fields
 
 

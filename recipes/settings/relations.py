@@ -4,6 +4,8 @@ import dataclasses
 import re
 from collections.abc import Iterator
 
+from modeling_looped import SAMPLERS
+
 from .sections import (
     LENGTHS,
     SECTIONS,
@@ -126,11 +128,18 @@ def idle_optimizer(optimizer: OptimizerConfig) -> Iterator[tuple[str, list[str],
 # Settings that do not go together
 
 
+def check_sampler(depth: DepthConfig):
+    if depth.sampler not in SAMPLERS:
+        raise RecipeError(f"depth.sampler must be one of {', '.join(SAMPLERS)}, got {depth.sampler!r}")
+
+
 def check_relations(recipe):
     if recipe.dense.path is not None:
         check_dense(recipe, recipe.dense)
     check_data(recipe.data)
     check_joined(recipe.data)
+    if recipe.training.model_file is None:  # else it is checked when that file, which may add one, is imported
+        check_sampler(recipe.depth)
     check_depth(recipe.depth)
     check_curriculum(recipe.depth)
     check_optimizer(recipe.optimizer)

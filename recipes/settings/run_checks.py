@@ -8,11 +8,10 @@ from looped_recipes.common.files import is_foreign, nearest_existing
 from looped_recipes.common.flops import sizes
 from modeling_looped import LoopedConfig, depths_of_step
 
-from .model_fields import check_model
-from .model_file import class_in_file
+from .model_fields import check_added_fields, check_model
 from .operations import Operations, UnknownEpoch
 from .recipe import Recipe, RecipeError
-from .relations import TRAINED_TOKENIZERS, check_schedule
+from .relations import TRAINED_TOKENIZERS, check_sampler, check_schedule
 from .sections import SECTIONS
 
 
@@ -20,7 +19,8 @@ def check_run(recipe: Recipe) -> LoopedConfig:
     """Return the model's config; refuse a recipe of which it is known without data that it can not be run."""
     config = recipe.model_config()
     check_model(recipe.model, config)
-    class_in_file(recipe.training.model_file)
+    check_added_fields(recipe.model, recipe.model_class)
+    check_sampler(recipe.depth)
     try:
         sizes(config)
     except Exception as error:  # torch and transformers raise different kinds
