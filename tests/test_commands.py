@@ -369,7 +369,7 @@ def test_numbers_are_whole_without_digits(tmp_path):
 def test_a_folder_in_place_of_a_file_is_named(tmp_path):
     with pytest.raises(IsADirectoryError, match=f"^{tmp_path} is a folder: name a file"):
         write_whole(tmp_path, "text")
-    assert not list(tmp_path.parent.glob("*.tmp"))
+    assert not list(tmp_path.parent.glob(f".saving-{tmp_path.name}*"))
 
 
 def test_a_write_that_fails_leaves_the_old_result(tmp_path, monkeypatch):

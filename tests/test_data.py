@@ -479,7 +479,7 @@ def test_killed_preparation_goes_on_and_gives_the_same_shards(make_data, monkeyp
 
     assert in_process(die_in_the_third_shard, data) == -signal.SIGKILL
     (folder,) = Path(data.cache_dir).iterdir()
-    assert any(folder.glob("*.tmp")) and (folder / "part-00000.json").exists()
+    assert any(folder.glob(".saving-*")) and (folder / "part-00000.json").exists()
     with pytest.raises(RecipeError, match="not prepared to the end"):
         open_prepared(folder, data)
 
@@ -571,7 +571,7 @@ def test_full_disk_is_an_error_that_keeps_what_is_done(make_data, monkeypatch):
         with pytest.raises(RecipeError, match="no space left for .*what is finished is kept.*data.cache_dir"):
             shards.prepare(data)
     (folder,) = Path(data.cache_dir).iterdir()
-    assert not any(folder.glob("*.tmp"))
+    assert not any(folder.glob(".saving-*"))
     kept = (folder / "part-00001.train.npy").stat().st_mtime_ns
     assert contents(shards.prepare(data).folder) == unbroken
     assert (folder / "part-00001.train.npy").stat().st_mtime_ns == kept
@@ -589,7 +589,7 @@ def test_full_disk_while_the_tokenizer_is_saved(make_data, monkeypatch):
         with pytest.raises(RecipeError, match="no space left for "):
             shards.prepare(data)
     (folder,) = Path(data.cache_dir).iterdir()
-    assert not any(folder.glob("tokenizer*"))
+    assert not any(folder.glob("*tokenizer*"))
     assert len(shards.prepare(data).train)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 
-LEFTOVERS = ("*.tmp", ".saving-*", ".deleting-*")  # left by writers that were killed
+LEFTOVERS = (".saving-*", ".deleting-*")  # left by writers that were killed
 
 
 def write_whole(path: str | Path, content: bytes | str | Callable[[BinaryIO], object]):
@@ -19,7 +19,7 @@ def write_whole(path: str | Path, content: bytes | str | Callable[[BinaryIO], ob
     path = Path(path)
     check_file(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.{os.getpid()}.tmp")  # another process may write the same file
+    partial = path.with_name(f".saving-{path.name}.{os.getpid()}")  # another process may write the same file
     try:
         with open(partial, "wb") as file:
             if callable(content):

@@ -242,7 +242,7 @@ def _tokenizer(folder: Path, data: DataConfig, training_texts: Iterable[str]) ->
     path = folder / TOKENIZER
     if not path.exists():
         tokenizer = make_tokenizer(data, training_texts)
-        temporary = path.with_suffix(".tmp")
+        temporary = path.with_name(f".saving-{TOKENIZER}")
         try:
             save_pretrained(tokenizer, temporary)
         except Exception:

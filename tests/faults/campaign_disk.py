@@ -164,8 +164,7 @@ def kept(place: Path) -> set[str]:
     metrics = place / "run" / "metrics.jsonl"
     lines = metrics.read_bytes().splitlines() if metrics.is_file() else []
     names = [str(path.relative_to(checkpoints)).removeprefix("damaged-") for path in files_of(checkpoints)]
-    leftovers = (".saving", ".deleting", "x.tmp")
-    return {name for name in names if not name.startswith(leftovers)} | {repr(line) for line in lines}
+    return {name for name in names if not name.startswith((".saving", ".deleting"))} | {repr(line) for line in lines}
 
 
 def evaluated_unheard(runs: Runs, place: Path) -> str | None:

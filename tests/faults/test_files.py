@@ -369,12 +369,28 @@ def test_leftovers_go(tmp_path):
     for name in (".saving-step-00000003", ".deleting-step-00000001"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "x").write_text("")
-    (tmp_path / "metrics.jsonl.77.tmp").write_text("")
+    (tmp_path / ".saving-metrics.jsonl.77").write_text("")
     (tmp_path / "kept").mkdir()
     (tmp_path / "kept" / "x").write_text("")
-    (tmp_path / "linked.tmp").symlink_to(tmp_path / "kept")
+    (tmp_path / ".saving-linked").symlink_to(tmp_path / "kept")
     remove_leftovers(tmp_path)
     assert os.listdir(tmp_path) == ["kept"] and os.listdir(tmp_path / "kept") == ["x"]
+
+
+def test_files_of_others_are_no_leftovers(tmp_path):
+    (tmp_path / "thesis.tmp").mkdir()
+    (tmp_path / "results.7.tmp").write_text("")
+    remove_leftovers(tmp_path)
+    assert sorted(os.listdir(tmp_path)) == ["results.7.tmp", "thesis.tmp"]
+
+
+def test_what_a_killed_write_leaves_is_a_leftover(tmp_path):
+    names = []
+    write_whole(tmp_path / "metrics.jsonl", lambda file: names.extend(os.listdir(tmp_path)))
+    (left,) = names
+    os.rename(tmp_path / "metrics.jsonl", tmp_path / left)
+    remove_leftovers(tmp_path)
+    assert os.listdir(tmp_path) == []
 
 
 def test_a_file_is_what_was_written_if_its_size_and_all_its_bytes_are(tmp_path):
