@@ -16,6 +16,7 @@ def parse(arguments: list[str] | None):
     parser.add_argument("run", type=Path, help="the folder of a training run")
     parser.add_argument("out", type=Path, nargs="?", help="a new folder; default: RUN/step-... of the checkpoint")
     parser.add_argument("--step", type=int, help="after this many steps; default: the newest checkpoint")
+    parser.add_trust("run the code of the run's training.model_file, a class of your own")
     return parser.parse_args(arguments)
 
 
@@ -41,7 +42,7 @@ def main(arguments: list[str] | None = None) -> Path:
         raise ValueError(f"{of_steps[step]} is not what was written: {damaged}; {others}")
     out = options.out or options.run / of_steps[step].name
     check_writable(out.parent, "as OUT, the second argument")
-    export_checkpoint(options.run, of_steps[step], out)
+    export_checkpoint(options.run, of_steps[step], out, options.trust_remote_code)
     say_result(f"{out} is the model after {counted(step, 'step')}", typed("looped chat", out))
     return out
 

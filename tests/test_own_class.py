@@ -171,7 +171,11 @@ def test_a_recipe_trains_it_and_goes_on_bit_for_bit(written, training_text, tmp_
     resumed = load_file(parts / "final" / "model.safetensors")
     assert resumed.keys() == weights.keys() and all(torch.equal(resumed[name], weights[name]) for name in weights)
 
-    export([str(whole), str(tmp_path / "exported")])
+    written(CODE)  # the same again, not imported yet
+    with pytest.raises(CheckpointError, match="own_gated.py', whose code would be run here: .*--trust-remote-code"):
+        export([str(whole), str(tmp_path / "exported")])
+    assert Path(path) not in MODULES and not (tmp_path / "exported").exists()
+    export([str(whole), str(tmp_path / "exported"), "--trust-remote-code"])
     exported = load_file(tmp_path / "exported" / "model.safetensors")
     assert all(torch.equal(exported[name], weights[name]) for name in weights)
     AutoModelForCausalLM.from_pretrained(tmp_path / "exported", trust_remote_code=True)

@@ -56,10 +56,8 @@ class OneLineErrors(argparse.ArgumentParser):
             tell_default(action)
         return super().format_help()
 
-    def add_trust(self):
-        self.add_argument(
-            "--trust-remote-code", action="store_true", help="open a class of your own by the code beside its weights"
-        )
+    def add_trust(self, help: str = "open a class of your own by the code beside its weights"):
+        self.add_argument("--trust-remote-code", action="store_true", help=help)
 
     def error(self, message: str):
         self.exit(2, f"{self.prog}: {message}; --help lists the options\n")

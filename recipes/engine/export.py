@@ -49,8 +49,11 @@ def export_model(path: str | Path, model: nn.Module, tokenizer=None, *, readme: 
     return path
 
 
-def export_checkpoint(run: Path, checkpoint: Path, path: Path) -> Path:
-    """Export the model of a complete checkpoint of `run`, on any machine: nothing that a launch needs is required."""
+def export_checkpoint(run: Path, checkpoint: Path, path: Path, trust_remote_code: bool = False) -> Path:
+    """Export the model of a complete checkpoint of `run`, on any machine: nothing that a launch needs is required.
+
+    trust_remote_code: run the code that the recipe of the run names as training.model_file.
+    """
     refuse_foreign(path)
     if (changed := change_of_export(path)) is not None:
         raise CheckpointError(
@@ -62,6 +65,11 @@ def export_checkpoint(run: Path, checkpoint: Path, path: Path) -> Path:
         raise CheckpointError(
             f"training.model_file={recipe.training.model_file!r} is not the code that {run} was trained with (its "
             f"checksum was {trained}, is {now}): bring that back"
+        )
+    if recipe.training.model_file is not None and not trust_remote_code:
+        raise CheckpointError(
+            f"{run} was trained with a class of training.model_file={recipe.training.model_file!r}, whose code would "
+            "be run here: read it, and allow it with --trust-remote-code"
         )
     with torch.device("meta"):
         model = recipe.model_class(LoopedConfig.from_dict(marker["config"]["model"]))
