@@ -818,6 +818,16 @@ def test_a_final_folder_of_something_else_is_refused_before_training(tmp_path):
         plan(recipe)
 
 
+def test_a_recipe_that_no_run_wrote_is_not_written_over(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(f"extends: smoke/base.yaml\ntraining: {{output_dir: {tmp_path}}}  # of my own")
+    with pytest.raises(RecipeError, match="recipe.yaml exists, but no run beside it: .* choose another training.outp"):
+        plan(load_recipe(path))
+    plan(load_recipe(path, [f"training.output_dir={tmp_path / 'run'}"]))
+    (tmp_path / "metrics.jsonl").write_text("")  # a run has begun
+    plan(load_recipe(path))
+
+
 def test_every_number_has_its_range():
     for name, section in SECTIONS.items():
         hints = typing.get_type_hints(section)

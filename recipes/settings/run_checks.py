@@ -168,7 +168,8 @@ def check_recomputed(checkpointing: bool | str, config: LoopedConfig):
 
 
 def check_output(folder: Path):
-    """Refuse a folder of the run that can not be written, or whose final/ is not a saved model."""
+    """Refuse a folder of the run that can not be written, or where a recipe or a final/ is not that of a run."""
+    own = folder / "recipe.yaml"
     try:
         existing = nearest_existing(folder.absolute())
         with tempfile.TemporaryDirectory(prefix=".looped-", dir=existing) as trial:
@@ -178,6 +179,11 @@ def check_output(folder: Path):
             raise RecipeError(
                 f"{final} exists and is not a saved model: it would not be overwritten; choose another "
                 "training.output_dir"
+            )
+        if own.exists() and not any((folder / name).exists() for name in ("metrics.jsonl", "checkpoints", "final")):
+            raise RecipeError(
+                f"{own} exists, but no run beside it: the resolved recipe would be written over it; choose another "
+                "training.output_dir, or move that file elsewhere"
             )
     except OSError as error:
         raise RecipeError(
