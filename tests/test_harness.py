@@ -564,7 +564,7 @@ def test_answers_are_written_after_every_batch(model, tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         lm.loglikelihood(requests, disable_tqdm=True)
     assert len(written) == 2
-    in_file = sqlite3.connect(tmp_path / "kept_rank0.db").execute("select count(*) from unnamed").fetchone()
+    in_file = sqlite3.connect(tmp_path / "kept_rank0.db").execute("select count(*) from answers").fetchone()
     assert in_file == (2 * 2 * 3,)  # batches, requests and depths
 
     monkeypatch.setattr(lm, "_from_logits", score)
@@ -581,6 +581,28 @@ def test_answers_are_written_after_every_batch(model, tmp_path, monkeypatch):
     assert again.loglikelihood(requests, disable_tqdm=True) == loglikelihoods
     assert again.loglikelihood_rolling(rolling, disable_tqdm=True) == documents
     assert again.generate_until([asked_to_write("a b"), asked_to_write("c")], disable_tqdm=True) == texts
+
+
+class Payload:
+    """Unpickled, it makes a folder."""
+
+    def __init__(self, path: Path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+def test_pickled_answers_of_older_versions_are_not_read(model, tmp_path):
+    SqliteDict = pytest.importorskip("sqlitedict").SqliteDict
+    lm = LoopedLM(model, num_loops=2, device="cpu", answers=str(tmp_path / "kept"))
+    request = scored("a")
+    lm._forget_if_changed()
+    with SqliteDict(str(tmp_path / "kept_rank0.db"), autocommit=True) as older:
+        older[lm._key("loglikelihood", request.args, 2)] = Payload(tmp_path / "was_run")
+    expected = LoopedLM(model, num_loops=2, device="cpu").loglikelihood([request], disable_tqdm=True)
+    assert lm.loglikelihood([request], disable_tqdm=True) == expected
+    assert not (tmp_path / "was_run").exists()
 
 
 def test_answers_of_other_weights_are_not_kept(tmp_path):

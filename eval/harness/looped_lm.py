@@ -579,4 +579,10 @@ def vocabulary_of(tokenizer) -> list:
 def open_answers(path: str):
     from sqlitedict import SqliteDict
 
-    return SqliteDict(path)
+    # by itself it stores pickles, which run code when they are read; those of older versions are in another table
+    return SqliteDict(path, tablename="answers", encode=json.dumps, decode=decoded)
+
+
+def decoded(text: str) -> tuple:
+    value, *counts = json.loads(text)
+    return tuple(value) if isinstance(value, list) else value, *counts
