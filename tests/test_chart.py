@@ -194,3 +194,4 @@ def test_what_has_no_place_on_an_axis_is_left_out():
 def test_chance_is_that_of_the_task():
     assert chance_of("piqa acc") == 0.5 and chance_of("piqa bits") is None and chance_of("unheard acc") is None
     assert chance_of("hop acc", {"hop": {"metadata": {"chance": 0.2}}}) == 0.2
+    assert chance_of("hop acc", {"hop": {"metadata": {"chance": "a half"}}}) is None

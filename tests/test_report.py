@@ -327,13 +327,15 @@ def test_task_results_of_every_depth(tmp_path):
     add_results(run, 4, 0.75, where="plain", model_args="pretrained=x,num_loops=4")
     add_results(run, 5, 0.625, where="plain", model_args={"pretrained": "x", "num_loops": 5})
     (run / "results" / "results_broken.json").write_text('{"results": ')
+    other = {"results": {"hop": {"acc,none": 1.0}}, "configs": {"hop": {"metadata": "chance: 0.5"}}}
+    (run / "results" / "results_other.json").write_text(json.dumps(other))
     way = run / "step-00000010"  # a model of the way, and another run
     LoopedConfig().save_pretrained(way)
     add_results(way / "eval", 2, 0.125)
     add_results(make_run(run / "other"), 2, 0.125)
     found, chance, unread = results_of(RunFolder(run, "first"))
     assert found["hop acc"] == {"": {1: (0.25, 0.01), 2: (0.375, 0.01), 4: (0.75, 0.01), 5: (0.625, 0.01)}}
-    assert set(found) == {"hop acc", "hop acc_norm"} and len(unread) == 1
+    assert set(found) == {"hop acc", "hop acc_norm"} and len(unread) == 2
     assert chance == {"hop acc": 0.5, "hop acc_norm": 0.5}
     page = page_of(run)
     assert "first: 1 of 2 accuracies is above chance at the best depth." in page.text and "chance (0.5)" in page.text

@@ -83,7 +83,7 @@ def chance_of(measure: str, configs: dict | None = None) -> float | None:
     if not metric.startswith("acc"):
         return None
     known = (((configs or {}).get(task) or {}).get("metadata") or {}).get("chance")
-    if known is not None:
+    if isinstance(known, (int, float)):
         return known or None
     return 1 / CHOICES[task] if task in CHOICES else None
 

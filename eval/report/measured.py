@@ -33,14 +33,14 @@ def results_of(run: RunFolder) -> tuple[curves.Curves, dict[str, float], list[st
             measured = [
                 (*point, setting_of(point[0].partition(" ")[0], content)) for point in curves.metrics_of(content)
             ]
+            levels = {name: curves.chance_of(name, content.get("configs")) for name, *_ in measured}
         except (ValueError, KeyError, TypeError, AttributeError):
             unread.append(f"{path} holds no lm-eval results.")
             continue
         depth = depth_of_results(path.relative_to(run.folder), content) or run.trained_loops or 1
         for name, point, setting in measured:
             found.setdefault(name, {}).setdefault(setting, {})[depth] = point  # the newest file wins
-            if (level := curves.chance_of(name, content.get("configs"))) is not None:
-                chance[name] = level
+        chance |= {name: level for name, level in levels.items() if level is not None}
     return {name: in_words(of_settings) for name, of_settings in found.items()}, chance, unread
 
 
