@@ -931,6 +931,9 @@ def test_bad_sources_are_named_with_advice(tmp_path):
                 load(tmp_path / name, streaming=streaming, **fields)
     with pytest.raises(RecipeError, match="can not read 'no/such'.*no file here either"):
         load("no/such")
+    for name in ("pandas", "json"):
+        with pytest.raises(RecipeError, match=f"'{name}' is a format of `datasets`, not a dataset: name the files"):
+            load(name)
 
 
 def test_the_package_that_reads_zstd_is_named_where_it_is_missing(tmp_path, monkeypatch):

@@ -28,6 +28,7 @@ from datasets import (
     load_from_disk,
 )
 from datasets.exceptions import DatasetGenerationError
+from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
 from fsspec.compression import available_compressions
 from pyarrow.parquet import read_schema
 from tqdm import tqdm
@@ -344,6 +345,8 @@ def local_files(name: str) -> list[Path] | None:
         return sorted(file for file in found if file.is_file())
     if looks_like_path(name):
         raise RecipeError(f"there is no file or folder {name!r} (looked from {Path.cwd()})")
+    if name in _PACKAGED_DATASETS_MODULES:  # it would read all files of the working directory, even pickles by pandas
+        raise RecipeError(f"{name!r} is a format of `datasets`, not a dataset: name the files, or their folder")
     return None
 
 
