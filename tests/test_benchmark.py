@@ -10,11 +10,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from looped_eval.benchmark import bandwidth, over_http
+from looped_eval.benchmark import bandwidth, decoding, graphs, kept_tokens, over_http, pages, products
 from looped_eval.benchmark import command as benchmark
 from looped_eval.benchmark.serving import serve
 from looped_eval.benchmark.wider import widened
 from looped_recipes.common.errors import CommandError
+from modeling_looped.exit_criteria import ExitRule
 
 from .helpers import quick_and_slow, random_ids, tiny_model, tiny_tokenizer
 
@@ -238,3 +239,118 @@ def test_without_a_trained_model(tmp_path, capsys):
     tiny_model().save_pretrained(tmp_path)
     with pytest.raises(SystemExit, match="holds no tokenizer"):
         lines_of("sharing", capsys, model=tmp_path)
+
+
+# the ratios, of made-up seconds
+
+
+def args_of(which: str, **fields):
+    shape = "--device cpu --width 64 --ff 96 --layers 1 --loops 3 --vocab 99 --batch 2 --length 12".split()
+    args = benchmark.parse([which, *shape])
+    vars(args).update(fields)
+    return args
+
+
+def test_speeds_over_a_llama(monkeypatch):
+    """Ours take 2 seconds, the Llama's 6; operations by hand, of a rate of 1,000 a second."""
+    monkeypatch.setattr(benchmark, "in_turns", lambda ours, theirs, repeats: (2.0, 6.0))
+    monkeypatch.setattr(benchmark, "measured_rate", lambda *_: 1000.0)
+    found = benchmark.train(args_of("train"))
+    assert (found["speedup_over_llama"], found["speedup_with_logits_returned"]) == (3.0, 3.0)
+    layers = 3 * (6 * (4 * 64**2 + 3 * 64 * 96) + 4 * 3 * 64 * 12 / 2)  # causal: half of all pairs
+    operations = 2 * 12 * (layers + 6 * 99 * 64)
+    assert found["utilisation_of_matmul_rate"] == pytest.approx(operations / 2 / 1000)
+    assert found["llama_utilisation"] == pytest.approx(operations / 6 / 1000)
+    assert benchmark.llama(args_of("llama", prompt=8, new_tokens=2)) == {"speedup_over_llama": 3.0}
+    assert benchmark.unrolled_llama(args_of("train")).config.num_hidden_layers == 3
+
+
+def test_all_depths_and_both_losses_over_one(monkeypatch):
+    monkeypatch.setattr(benchmark, "in_turns", lambda every, one, repeats: (6.0, 2.0))
+    found = benchmark.depths(args_of("depths", continuation=4))
+    trunk, head = 3 * (4 * 64**2 + 3 * 64 * 96 + 64 * 12), 99 * 64
+    assert found["all_depths_over_one"] == found["all_depths_at_continuation_over_one"] == 3.0
+    assert found["predicted_by_flops"] == pytest.approx((trunk + 3 * head) / (trunk + head))
+    peaks = iter([10, 25])
+    done = lambda *_, **__: SimpleNamespace(returncode=0, stdout=json.dumps({"peak": next(peaks)}))  # noqa: E731
+    monkeypatch.setattr(benchmark.subprocess, "run", done)
+    assert benchmark.memory(args_of("memory"))["per_loop_over_terminal"] == 2.5
+
+
+def test_decoding_over_its_limits(monkeypatch):
+    """The faster way counts, after half of the new tokens."""
+    asked, seconds = [], {"as_it_is": [0.5, 0.4], "static_cache": [0.9, 0.8]}
+
+    def limits(model, length):
+        asked.append(length)
+        return bandwidth.Limits(1, 2.0, 3.0, 0.2, 0.1)
+
+    monkeypatch.setattr(bandwidth, "limits_of", limits)
+    names = {id(way): name for name, way in bandwidth.WAYS.items()}
+    monkeypatch.setattr(bandwidth, "seconds_of_tokens", lambda model, ids, number, way: seconds[names[id(way)]])
+    found = bandwidth.against_limits(None, torch.zeros(1, 5), 8)
+    assert asked == [9] and found["best"] == "as_it_is" and found["as_it_is_tokens_per_second"] == 2.5
+    of_best = found["best_over_memory_limit"], found["best_over_cache_limit"]
+    assert of_best == pytest.approx((0.5, 0.25)) and found["static_cache_over_memory_limit"] == pytest.approx(0.25)
+
+
+def test_the_rate_of_reading(monkeypatch):
+    """A second between any two readings of the clock, in which 64 MiB are read."""
+    clock = iter(range(1000))
+    monkeypatch.setattr(bandwidth, "now", lambda: next(clock))
+    assert bandwidth.bytes_per_second("cpu", 2**20, repeats=2) == 2**26
+
+
+def test_costs_of_tokens_that_exit():
+    """Of tokens with 1 and 3 loops: a criterion of logits reads them after every loop, one of states at the exit."""
+    model, loops = tiny_model(num_loops=3), torch.tensor([[1, 3]])
+    core = sum(parameter.numel() for parameter in model.model.core.parameters())
+    head = model.lm_head.weight.numel()
+    costs = [(None, 2), (ExitRule("latent_diff", 0.1), 2), (ExitRule("logit_margin", 0.1), 1 + 3)]
+    for rule, readouts in costs:
+        rule = rule and rule.checked(model.config)
+        assert decoding.cost(model, rule, loops) == 4 * core + readouts * head
+        assert decoding.cost_per_loop(model, rule, loops) == core + readouts * head / 4
+    every_second = ExitRule("logit_margin", 0.1, interval=2).checked(model.config)  # after loop 2, and after the last
+    assert decoding.cost(model, every_second, torch.tensor([[3]])) == 3 * core + 2 * head
+
+
+@torch.no_grad()
+def test_three_checks_in_ten_pass():
+    model, ids = tiny_model(exit_gate="raw", loop_loss="per_loop"), random_ids(8, 12)
+    decoding.spread_gate(model, ids)
+    states = torch.stack(model(ids, output_loop_hidden_states=True, use_cache=False).loop_hidden_states)
+    logits = model.gate(states.flatten(0, 1))
+    assert (logits.mean().item(), logits.std().item()) == pytest.approx((-1.0, 1.0), abs=1e-4)
+    rows = torch.cat([ids, ids[:, :1]], 1)
+    for criterion, sign in (("logit_margin", 1), ("latent_diff", -1)):
+        scores = decoding.measure(model, rows, 3, [criterion], 8).scores[criterion][:-1]
+        passing = sign * (scores[scores.isfinite()] - decoding.passing_threshold(model, ids, criterion)) >= 0
+        assert passing.float().mean().item() == pytest.approx(0.3, abs=0.02)
+
+
+def test_ratios_of_ways_that_are_slower(monkeypatch):
+    """8 bits: 3 - 1 seconds over 2 - 1. Pages, quartiles: 3 over 2. Fast paths: 1 over 4; graphs: 4 over 1."""
+    monkeypatch.setattr(
+        kept_tokens,
+        "least_seconds",
+        lambda calls, repeats: ({key: (2 + (key[0] == "int8")) if key[1] > 1 else 1 for key in calls}, {}),
+    )
+    args = args_of("cache", batch_sizes=[1], new_tokens=4)
+    assert kept_tokens.cache(args)["rows_1"]["time_over_own"] == 2.0
+    monkeypatch.setattr(
+        pages, "decode", lambda model, way, prompts, new: [3.0, 3, 9] if way[0] == "f" else [2.0, 2, 9]
+    )
+    found = pages.pages(args_of("pages", prompt=8, new_tokens=4, repeats=1))
+    assert (found["pages_over_apart"], found["milliseconds_of_a_pass_apart"]) == (1.5, 2000.0)
+    monkeypatch.setattr(products, "in_turns", lambda fast, usual, repeats: (1.0, 4.0))
+    assert products.over_torch(lambda: None, args) == 0.25
+    monkeypatch.setattr(graphs, "in_turns", lambda with_graphs, without, repeats: (1.0, 4.0))
+    monkeypatch.setattr(graphs, "passing_threshold", lambda *_: 0.1)
+    found = graphs.of_rows(None, torch.zeros(1, 4), args_of("graphs", new_tokens=10))
+    assert found["plain_speedup"] == found["exits_speedup"] == 4.0
+    assert found["plain_milliseconds_of_a_token"] == 100.0
+
+
+def test_quantiles_of_latencies():
+    assert [over_http.quantile([4.0, 1.0, 3.0, 2.0], share) for share in (0.0, 0.5, 0.99)] == [1.0, 3.0, 4.0]

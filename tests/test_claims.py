@@ -3,32 +3,43 @@
 import json
 import math
 import os
+import random
 import signal
+import string
 import subprocess
 import sys
 from pathlib import Path
+from statistics import fmean
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from looped_eval.claims import (
+    after_training,
     command,
+    depth,
     fully_looped,
+    functions,
     growth,
+    laws,
     learning_rates,
     ledger,
     measuring,
     parcae,
     parcae_depths,
     parcae_laws,
+    probes,
     readout,
     readout_numbers,
     residual_scaling,
+    theorems,
     trained_loops,
 )
 from looped_eval.claims.answers import answer
 from looped_eval.claims.definition import Beyond, Claim, Measurement, Paper, Setting, each_seed, load, row
+from looped_eval.claims.frequencies import loss_of_frequencies
 from looped_eval.claims.papers import PAPERS
 from looped_eval.claims.rules import (
     AtLeast,
@@ -43,9 +54,17 @@ from looped_eval.claims.rules import (
 )
 from looped_eval.claims.slope import with_interval_of_fit
 from looped_eval.claims.sweeps import shortened
+from looped_eval.common.held_out import held_out_rows
+from looped_eval.diagnose.growth import train_steps
+from looped_eval.diagnose.readout_probes import future_signal, radial_gradient, token_norms
+from looped_eval.diagnose.theorems import gaussian, of_stack
+from looped_eval.halting.calibration import Measured
 from looped_recipes.common.intervals import over_seeds
+from looped_recipes.common.measures import token_rms, update_parts
 from looped_recipes.common.metrics import read_metrics
+from looped_recipes.common.token_losses import next_token_losses
 from modeling_looped import LoopedConfig, LoopedForCausalLM
+from tests.helpers import run_of, tiny_model, tiny_tokenizer
 from tests.helpers_processes import import_paths
 
 
@@ -836,14 +855,15 @@ def test_layers_drawn_one_by_one_are_those_of_one_stack():
         torch.testing.assert_close(state, expected)
 
 
+class Words:
+    def __call__(self, text, return_tensors=None):
+        rows = [[int(word) for word in one.split()] for one in ([text] if isinstance(text, str) else text)]
+        ids = torch.tensor(rows)
+        return type("Encoded", (), {"input_ids": ids if return_tensors else rows[0]})()
+
+
 def test_answers_of_several_words_and_where_they_stop():
     """Against the logits, word by word."""
-
-    class Words:
-        def __call__(self, text, return_tensors=None):
-            rows = [[int(word) for word in one.split()] for one in ([text] if isinstance(text, str) else text)]
-            ids = torch.tensor(rows)
-            return type("Encoded", (), {"input_ids": ids if return_tensors else rows[0]})()
 
     torch.manual_seed(0)
     model = LoopedForCausalLM(small_config(num_loops=3)).eval()
@@ -857,3 +877,289 @@ def test_answers_of_several_words_and_where_they_stop():
             right.append(logits[2].argmax() == words[0] and logits[3].argmax() == words[1])
         assert found["accuracy"][loop] == sum(map(bool, right)) / 2
     assert 1 <= found["exit_loops"] <= 3
+
+
+# the measuring functions
+
+
+def held_out_run(folder: Path, model, words: int = 120, **data) -> Path:
+    """A run whose model is this one, and whose held-out text has so many words of a to z."""
+    model.save_pretrained(folder / "final")
+    tiny_tokenizer().save_pretrained(folder / "tokenizer")
+    text = " ".join(random.Random(0).choices(string.ascii_lowercase, k=words))
+    return run_of(folder, folder / "tokenizer", text, document_tokens="none", **data)
+
+
+def test_the_loss_of_token_frequencies(tmp_path):
+    """By hand: counts of the text that was trained on, one more of each of 30 tokens; losses of what was held out."""
+    tiny_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    run = run_of(tmp_path, tmp_path / "tokenizer", "z z z y z z a z", document_tokens="none")
+    trained, never = -math.log((100 + 1) / (400 + 30)), -math.log(1 / (400 + 30))  # 100 each of z, y, x and w
+    assert loss_of_frequencies(run) == pytest.approx((7 * trained + never) / 8)
+
+
+def test_the_seed_and_the_text_reach_every_command(tmp_path):
+    setting = Setting(tmp_path / "runs", "mine.txt")
+    (tmp_path / "runs" / "text").mkdir(parents=True)
+    for measurement in (each for paper in PAPERS for each in paper.measurements):
+        commands, folder = measurement.commands(setting, 5), str(setting.of(measurement.name, 5))
+        assert commands
+        for module, *arguments in commands:
+            if module == "looped_recipes.sweep":
+                assert {"training.seed=5", f"training.output_dir={folder}"} <= set(arguments)
+                own = str(setting.folder / "text" / f"{measurement.name}.jsonl")
+                source = own if measurement.name in depth.TRAININGS else "mine.txt"
+                assert f"data.source={source}" in arguments
+            elif module == "looped_eval.claims":
+                assert arguments[:2] == ["measure", folder] and arguments[-2:] == ["--seed", "5"]
+            else:
+                assert module == "looped_eval.tasks.generate" and arguments[-1] == own_text(setting, measurement)
+
+
+def own_text(setting: Setting, measurement: Measurement) -> str:
+    return str(setting.folder / "text" / f"{measurement.name}.jsonl")
+
+
+def test_a_task_is_generated_once_then_trained_and_asked(tmp_path):
+    setting = Setting(tmp_path, "mine.txt")
+    modules = [module for module, *_ in depth.commands_of("addition")(setting, 0)]
+    assert modules == ["looped_eval.tasks.generate", "looped_recipes.sweep", "looped_eval.claims"]
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "addition.jsonl").touch()
+    train, ask = depth.commands_of("addition")(setting, 0)
+    assert ask[-4:] == ["--only", "addition", "--seed", "0"]
+    of_training = depth.TRAININGS["addition"]
+    assert f"training.steps={of_training.steps}" in train and set(of_training.model) <= set(train)
+
+
+def test_a_function_is_measured_with_the_seed_that_is_asked_for(tmp_path, monkeypatch):
+    for name in ("growth", "cosines", "theorems"):
+        monkeypatch.setattr(functions, name, lambda seed: {"of_seed": seed})
+        command.main(["measure", str(tmp_path), "--only", name, "--seed", "3"])
+        assert functions.result_of(name)(tmp_path)["of_seed"] == 3
+
+
+def test_probes_are_those_of_the_diagnostics(tmp_path, monkeypatch):
+    """Each number against the diagnostic that it is read from, of the first held-out rows."""
+    monkeypatch.setattr(probes, "ROWS", 2)
+    monkeypatch.setattr(probes, "LENGTH", 8)
+    monkeypatch.setattr(probes, "FAR", 14)
+    monkeypatch.setattr(probes, "halting", lambda model, run: "halted")
+    model = tiny_model(preset="readout_per_loop_raw", vocab_size=30, num_loops=4)
+    run = held_out_run(tmp_path, model)
+    (found,) = probes.probes({"raw": run}).values()
+    batch = {"input_ids": held_out_rows(run, 2, 8)[0]}
+    radial, norms = radial_gradient(model, batch), token_norms(model, batch)
+    assert found["radial_fraction"] == pytest.approx(radial["r"][3]) and len(radial["r"]) == 4
+    assert found["radial_fraction_of_first"] == pytest.approx(radial["r"][0])
+    assert found["radial_derivative"] == pytest.approx(radial["g"][3])
+    assert found["mean_over_median_norm"] == pytest.approx(norms["mean"] / norms["median"])
+    assert found["p99_over_median_norm"] == pytest.approx(norms["p99"] / norms["median"])
+    losses = [
+        next_token_losses(model(**batch, num_loops=k).logits, batch["input_ids"]).mean().item() for k in range(1, 9)
+    ]
+    assert found["loss_by_loop"] == pytest.approx(losses, rel=1e-4) and found["halting"] == "halted"
+
+    states = growth.trace(model, batch, 14).states
+    parts = [update_parts(*pair) for pair in zip(states[9:], states[10:])]  # loops 10 to 13
+    radial, whole = (fmean(part[name].mean().item() for part in parts) for name in ("a_rad", "b"))
+    grown = (token_rms(states[13]) - token_rms(states[9])).mean().item() / 4
+    assert (found["growth_per_loop"], found["update"]) == pytest.approx((radial, whole), rel=1e-4)
+    assert found["growth_error"] == pytest.approx(abs(radial / grown - 1), rel=1e-3)
+    turns = [part["b_perp"].mean().item() / part["turn_times_scale"].mean().item() - 1 for part in parts]
+    assert found["turn_error"] == pytest.approx(max(map(abs, turns)), rel=1e-3)
+    signal = future_signal(model, batch, num_loops=14, horizon=1)
+    logs = np.log([signal["scale"][9:13], [sizes[1] for sizes in signal["size"][9:13]]])
+    assert found["future_slope"] == pytest.approx(np.polyfit(*logs, 1)[0], rel=1e-4)
+
+
+def test_halting_is_measured_on_other_sequences_than_those_of_its_margin(monkeypatch):
+    """By hand, of two loops and four sequences each: 1 % of perplexity lets two of the first half exit, so two of the
+    second do."""
+    margins = {0: [4.0, 3.0, 2.0, 1.0], 1: [5.0, 3.5, 2.5, 0.5]}  # of each sequence, after the first loop
+    costs = {0: [0.004, 0.02, 0.04, 0.2], 1: [0.1, 0.3, 0.2, 0.9]}  # nats, of leaving out the second
+
+    def measured(model, rows, loops, criteria, batch_size):
+        half = int(rows[0, 0] >= 4)
+        first, last = torch.tensor(costs[half])[:, None].expand(4, 8), torch.zeros(4, 8)
+        scores = torch.tensor(margins[half])[:, None].expand(4, 8)
+        return Measured(2 + torch.stack([first, last]), {"logit_margin": torch.stack([scores, scores])})
+
+    def drawn(run, count, length, seed):
+        assert (count, length, seed) == (8, 9, 0)  # rows as long as those of the training, and a target
+        return torch.arange(8)[:, None].expand(8, 9), "a text"
+
+    monkeypatch.setattr(probes, "measure", measured)
+    monkeypatch.setattr(probes, "held_out_rows", drawn)
+    monkeypatch.setattr(probes, "run_data", lambda run: SimpleNamespace(sequence_length=8))
+    found = probes.halting(tiny_model(num_loops=2), Path("run"), rows=4)
+    assert found["loops"] == 1.5 and found["perplexity_ratio"] == pytest.approx(math.exp((0.1 + 0.3) / 4))
+
+
+def test_increments_after_training_are_those_of_each_trained_depth(tmp_path, monkeypatch):
+    monkeypatch.setattr(after_training, "ROWS", 4)
+    monkeypatch.setattr(after_training, "LENGTH", 8)
+    runs = {}
+    for loops in (2, 3):
+        (tmp_path / f"{loops}").mkdir()
+        model = tiny_model(preset="residual_scaling", vocab_size=30, num_loops=loops)
+        runs[f"run_{loops}"] = held_out_run(tmp_path / f"{loops}", model)
+    found = after_training.after_training(runs)["by_loops"]
+    assert list(found) == ["2", "3"]
+    batch = {"input_ids": held_out_rows(runs["run_3"], 4, 8)[0]}
+    states = growth.trace(model, batch, 3).trajectory
+    assert found["3"]["norm"] == pytest.approx([state.norm(dim=-1).mean().item() for state in states], rel=1e-4)
+    first, last = states[1] - states[0], states[3] - states[2]
+    cosine = torch.cosine_similarity(first, last, dim=-1).mean().item()
+    assert found["3"]["cosine"][0][2] == pytest.approx(cosine, rel=1e-3)
+
+
+def test_theorems_loop_by_loop(monkeypatch):
+    """The sums of theorem 1, and the corner that both curves of theorems 3 and 6 have: most layers and most loops."""
+    monkeypatch.setattr(theorems, "LAYERS", (1, 2, 3, 4))
+    monkeypatch.setattr(theorems, "STACKED_LOOPS", (1, 2, 3))
+    found = theorems.theorems(1, width=16, stack_width=8)
+    for kind, first in found["theorem_1"].items():
+        norms = []
+        for loops, squared in zip(theorems.LOOPS, first["sum_squared"], strict=True):
+            count = 1 if kind == "shared" else loops
+            weights = gaussian(1, count, 1, 16, 16) / 4  # d = 16
+            h, total = gaussian(1001, 16), 0
+            for n in range(loops):
+                residual = weights[n % count, 0] @ h.clamp(min=0)
+                h, total = h + residual / loops, total + residual
+            assert squared == pytest.approx(total.square().mean().item())
+            norms.append(h.norm().item())
+        logs = np.log([theorems.LOOPS, first["sum_squared"], norms])
+        slopes = [np.polyfit(logs[0], of, 1)[0] for of in logs[1:]]
+        assert [first["slope"], first["slope_of_R"]] == pytest.approx(slopes)
+    for name, number, layers in (("theorem_3", "total_squared", 4), ("theorem_6", "C_1", 3)):
+        curves = found[name]
+        assert curves["over_loops"][-1] == curves["over_layers"][-1] == of_stack(1, 8, 4, 3, 1.0)[number]
+        assert (len(curves["over_loops"]), len(curves["over_layers"])) == (3, layers)
+        assert curves["over_loops"][0] == of_stack(1, 8, 4, 1, 1.0)[number]
+        assert curves["over_layers"][-2] == of_stack(1, 8, 3, 3, 1.0)[number]
+
+
+def test_updates_are_those_of_the_first_steps_of_the_seed():
+    found = growth.growth(2, small_config(), (2, 3), steps=2)
+    for rule in growth.RULES:
+        for i, loops in enumerate((2, 3)):
+            model = growth.built(growth.looped(small_config(), loops, rule), 2)
+            ids = growth.random_tokens(model.config, 1, 32, 2)
+            states = list(train_steps(model, ids, 2, 1e-4))
+            changes = [(b - a).square().mean().sqrt().item() for a, b in zip(states, states[1:])]
+            assert [step[i] for step in found["rules"][rule]["updates"]] == pytest.approx(changes, rel=1e-4)
+            assert len(found["rules"][rule]["R"]) == 3
+
+
+def test_cosines_of_shared_passes_and_of_independent_ones():
+    config = small_config()
+    found = growth.cosines(1, config, copies=9)
+    ids = growth.random_tokens(config, 1, growth.TOKENS, 1)
+    shared = growth.trace(growth.built(growth.looped(config, 9, "none"), 1), {"input_ids": ids}, 9).trajectory
+    for kind, states in (("looped", shared), ("unshared", growth.unshared_states(config, 9, 1, ids))):
+        steps = [after - before for before, after in zip(states, states[1:])]
+        cosine = torch.cosine_similarity(steps[0], steps[8], dim=-1).mean().item()
+        (_, drawn), _ = found[kind]["cosine_of_every_eighth"]
+        assert drawn == pytest.approx(cosine, abs=1e-4)
+    assert found["looped"]["off_diagonal"]["min"] > found["unshared"]["off_diagonal"]["max"]
+
+
+def test_laws_are_fitted_to_the_runs_that_they_are_about(tmp_path, monkeypatch):
+    """At the depth of their training; the held-out error is that of the largest budget, which the fit has not seen."""
+    rows, asked = {}, {}
+    for flops in (1e18, 4e18, 16e18):
+        for mean in (1, 2, 4):
+            name, tested = f"{flops:g}_{mean}", [mean] if mean == 1 else [1, 2, 4, 8]
+            run = {"run": name, "mean_depth": mean, "tokens": flops / mean, "flops": flops * (1 + mean / 100)}
+            rows[name] = [{**run, "test_depth": k, "loss": 3 + 1e18 / flops + 1 / k - mean / 9} for k in tested]
+            (tmp_path / name / "final").mkdir(parents=True)
+
+    def noted(name: str, result: dict):
+        def measure(*tables, restarts=None):
+            asked[name] = [sorted((row["run"], row["test_depth"]) for row in table.rows) for table in tables]
+            return result
+
+        return measure
+
+    fitted = {"converged": True, "coefficients": {"x": 0.7, "y": 0.5}, "held_out": {"mean_percent": 1.5}}
+    forms = {"power": {"in_range": {"huber": 2.0}, "extrapolated": {"huber": 9.0}}, "exponential": {"formula": "f"}}
+    floor = {"mean_percent": 0.3, "max_percent": 0.9}
+    laws_of = {"mean_depth": {"exponent": 0.4, "prefactor": 9.0}}
+    monkeypatch.setattr(laws, "collect", lambda run: rows[run.name])
+    monkeypatch.setattr(laws, "isoflop", noted("isoflop", {"power_laws": laws_of}))
+    monkeypatch.setattr(laws, "test_time", noted("test_time", {"forms": forms, "floor_against_loss_at_mu": floor}))
+
+    def parametric(*tables, restarts):
+        return noted(f"parametric_of_{len(tables)}", fitted)(*tables), None
+
+    monkeypatch.setattr(laws, "parametric", parametric)
+    found = laws.laws(tmp_path)
+    trained = {(name, of[0]["mean_depth"]) for name, of in rows.items()}
+    largest = {each for each in trained if each[0].startswith("1.6e+19")}
+    assert asked["isoflop"] == asked["parametric_of_1"] == [sorted(trained)]
+    assert asked["parametric_of_2"] == [sorted(trained - largest), sorted(largest)]
+    assert asked["test_time"] == [sorted((run, k) for run, mean in trained if mean > 1 for k in (1, 2, 4, 8))]
+    assert found["gains"] == pytest.approx([1 - 1 / 4 + 3 / 9] * 3)  # four loops are best
+    assert {(run["run"], run["loss"]) for run in found["runs"]} == {
+        (row["run"], row["loss"]) for of in rows.values() for row in of if row["test_depth"] == row["mean_depth"]
+    }
+    assert found["exponents"] == {"mean_depth": 0.4} and found["law"] == {"x": 0.7, "y": 0.5}
+    assert (found["held_out_percent"], found["misfits"], found["floor_percent"]) == (1.5, {"power": 2.0}, 0.3)
+    fitted |= {"converged": False}
+    assert laws.laws(tmp_path)["law"] is None
+
+
+@torch.no_grad()
+def test_questions_exit_where_every_word_is_certain():
+    """Question by question: at the first loop after which each word has a probability of 0.9, else at the last."""
+    torch.manual_seed(0)
+    model = LoopedForCausalLM(small_config(num_loops=4, initializer_range=0.2)).eval()
+    model.lm_head.weight.data.mul_(3)
+    ids = torch.randint(3, 64, (24, 5), generator=torch.Generator().manual_seed(0))
+    logits = torch.stack([model(ids, num_loops=k, use_cache=False).logits[:, 2:-1] for k in range(1, 5)])
+    said, certain = logits.argmax(-1), logits.softmax(-1).amax(-1).amin(-1) >= 0.9
+    ids[::2, 3:] = said[1, ::2]  # every other question is answered after the second loop
+    logits = torch.stack([model(ids, num_loops=k, use_cache=False).logits[:, 2:-1] for k in range(1, 5)])
+    said, certain = logits.argmax(-1), logits.softmax(-1).amax(-1).amin(-1) >= 0.9
+    exits = [next((k for k in range(3) if certain[k, i]), 3) for i in range(24)]
+    right = (said == ids[:, 3:]).all(-1)
+    questions = [{"text": words(row[:3]), "choices": [words(row[3:])], "answer": 0} for row in ids]
+    found = answer(model, Words(), questions)
+    assert len(set(exits)) > 2 and found["exit_loops"] == pytest.approx(fmean(exits) + 1)
+    assert found["accuracy"] == pytest.approx(right.double().mean(1).tolist())
+    assert found["exit_accuracy"] == pytest.approx(fmean(right[k, i].item() for i, k in enumerate(exits)))
+
+
+def words(ids: torch.Tensor) -> str:
+    return " ".join(map(str, ids.tolist()))
+
+
+def test_spreads_of_unequal_numbers_of_seeds():
+    """By a table: F of 97.5 % is 39.298 for 5 and 2 degrees of freedom, and 8.4336 for 2 and 5."""
+    first, second = [0.0, 1.0, 2.0, 3.0, 4.0, 5.0], [0.0, 0.1, 0.2]
+    value, low, high, seeds = ratio_of_spreads(first, second)
+    assert value == pytest.approx(math.log10(3.5**0.5 / 0.1)) and seeds == 3
+    assert [value - low, high - value] == pytest.approx([math.log10(39.298) / 2, math.log10(8.4336) / 2], abs=1e-4)
+
+
+def test_five_seeds_of_which_one_collapsed_bound_nothing():
+    assert over_seeds([0.5, 0.6, 0.7, 0.5, math.inf]) == (0.6, -math.inf, math.inf, 5)  # 1 - 2^-4 is less than 95 %
+
+
+def test_a_loss_that_rises_with_loops_is_a_change():
+    runs = [{"model.preset": "flt", "model.num_loops": 9, "loss_at": {"3": 4.9, "9": 5.0}}]
+    assert fully_looped.gained({9: (3, 9)}, 0.001)({"seeds": {"0": {"runs": runs}}}).value == pytest.approx(-0.1)
+
+
+def test_the_last_change_is_that_of_the_second_half():
+    of_steps = [(9.0, 1.0), (9.0, 1.0), (1.0, 4.0), (3.0, 4.0)]
+    records = [{"state_change": change, "residual_norm": state} for change, state in of_steps]
+    assert parcae_depths.last_change(records) == 0.5
+
+
+def test_norms_of_a_run_are_kept():
+    metrics = {"state_norm/loop_4": 7.0, "residual_norm/loop_1": 2.0, "gradient_norm/lm_head": 3.0}
+    kept = shortened({"name": "a", "loss": 2.0, "metrics": metrics})
+    assert kept == {"name": "a", "loss": 2.0, "loss_at": {}, "state_norm/loop_4": 7.0, "residual_norm/loop_1": 2.0}

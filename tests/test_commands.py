@@ -733,3 +733,28 @@ def test_chat_writes_no_more_than_the_model_reads():
     prompt = conversation.prompt_of("a b c")
     conversation.answer("a b c")  # and no position beyond those that it has learned
     assert conversation.room_after(prompt) == 17 - prompt["input_ids"].shape[1]
+
+
+def test_code_that_was_changed_has_a_plus_sign(tmp_path, monkeypatch):
+    changed = ""
+    monkeypatch.setattr(provenance, "ROOT", tmp_path)
+    monkeypatch.setattr(provenance, "git", lambda command, *_: {"rev-parse": "abc", "status": changed}[command])
+    assert provenance.commit.__wrapped__() == "unknown"  # no clone
+    (tmp_path / ".git").mkdir()
+    assert provenance.commit.__wrapped__() == "abc"
+    changed = " M a.py"
+    assert provenance.commit.__wrapped__() == "abc+"
+
+
+def test_the_result_of_another_command_is_noted(tmp_path, capsys):
+    (tmp_path / "result.json").write_text('{"command": "looped this"}')
+    provenance.note_what_is_replaced(tmp_path / "result.json", "looped this")
+    assert not capsys.readouterr().out
+    provenance.note_what_is_replaced(tmp_path / "result.json", "looped that")
+    assert "of `looped this`, will be replaced" in capsys.readouterr().out
+
+
+def test_the_hardware_is_the_gpu_where_there_is_one(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100")
+    assert provenance.hardware() == "NVIDIA H100"

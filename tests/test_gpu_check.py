@@ -12,7 +12,7 @@ import torch
 
 from looped_eval.diagnose import growth as diagnose_growth
 from looped_eval.diagnose.growth import residual_norm, update_size
-from looped_eval.gpu import command, growth, real_training, tests, training_options
+from looped_eval.gpu import command, exits, growth, memory, real_training, tests, training_options
 from looped_eval.gpu.ledger import Ended, Ledger
 from looped_eval.gpu.pieces import NAMES, PIECES, Aim, Measurement, Piece, Setting
 from looped_eval.gpu.verdict import verdict, write_page
@@ -238,3 +238,62 @@ def test_all_of_it_on_a_cpu(tmp_path, training_text):
     assert real["steps"] == 4 and real["finite"] == 1 and 0 < real["checkpoint_share"] < 1
     tests = content["pieces"]["tests"]["results"]
     assert tests["test_decoding"]["passed"] > 10 and not any(result["failed"] for result in tests.values())
+
+
+def test_the_aims_are_those_that_were_set():
+    aims = {f"{piece.name}: {aim.words}" for piece in PIECES for aim in piece.aims}
+    assert {
+        "training_speed: MFU of training: at least 0.45",
+        "memory: memory of a per-loop loss: at most 1.1",
+        "against_llama: speed over Llama: at least 1.0",
+        "real: share of time in checkpoints: at most 0.01",
+        "bandwidth: share of the bandwidth limit: at least 0.6",
+        "exits: exits over what FLOPs predict: at least 0.8",
+        "pages: time of a pass by pages: at most 1.0",
+        "speculation: speed of self-speculation: at least 1.5",
+    } <= aims
+
+
+def test_an_aim_that_was_missed_makes_the_check_fail(ledger):
+    for piece in PIECES:
+        ledger.write_end(piece.name, Ended("failed", 1.0))
+        ledger.write_end(piece.name, Ended("done", 1.0))  # the last word counts
+    ledger.write_result("training_speed", "370m", {"mfu": 0.44})
+    said = verdict(ledger)
+    assert not (said.failed or said.not_run) and not said.is_whole
+
+
+def test_ratios_of_memory_and_of_late_reads(tmp_path, monkeypatch):
+    setting = Setting(tmp_path, "cpu", tiny=True)
+    monkeypatch.setattr(
+        memory, "peak", lambda layers, loops, width, loss, setting: {"terminal": 4, "per_loop": 5}[loss]
+    )
+    assert memory.ratio(1, 2, 64, setting)["per_loop_over_terminal"] == 1.25
+    monkeypatch.setattr(exits, "in_turns", lambda late, each, repeats: (1.0, 4.0))
+    monkeypatch.setattr(exits, "passing_threshold", lambda *_: 0.1)
+    args = exits.shaped(setting, 1, 2, 64, new_tokens=2, repeats=1)
+    assert exits.measure_late_reads(None, torch.zeros(1, 2), "latent_diff", args)["time_over_reading_each"] == 0.25
+
+
+def test_the_share_of_checkpoints():
+    """Of checkpoints of 2 seconds each: as rare as in recipes by default, and in this run of ten steps."""
+    found = real_training.of_checkpoints([2.0, 2.0], 10, 0.5)
+    every = real_training.TrainingConfig().save_every
+    assert found["checkpoint_share"] == pytest.approx(2 / (2 + every * 0.5))
+    assert found["checkpoint_share_of_this_run"] == pytest.approx(4 / (4 + 10 * 0.5))
+
+
+def test_errors_of_tests_are_failures():
+    ended = tests.Counter({"PASSED": 3, "FAILED": 1, "ERROR": 2, "SKIPPED": 4})
+    assert tests.counts(ended) == {"passed": 3, "failed": 3, "skipped": 4}
+
+
+def test_a_piece_that_failed_is_run_again(tmp_path, monkeypatch):
+    """Within what is left of the time."""
+    limits = []
+    monkeypatch.setattr(command, "run_apart", lambda piece, setting, limit: limits.append(limit) or Ended("done", 1.0))
+    Ledger(tmp_path).write_end("tests", Ended("failed", 1.0))
+    options = [str(tmp_path), "--device", "cpu", "--only", "tests", "--minutes", "2"]
+    command.main(options)
+    command.main(options)  # done: not again
+    assert len(limits) == 1 and limits[0] <= 120 - command.GRACE

@@ -943,3 +943,169 @@ def test_places_of_foreign_keys_are_there():
     keys = {f"{name}.{field.name}" for name, section in SECTIONS.items() for field in dataclasses.fields(section)}
     assert {place for place in HERE if " " not in place} <= keys
     assert not set(PLACES) & {field.partition(".")[2] for field in keys}
+
+
+# settings of trainings as the papers or their public code have them; where these say nothing, as the folder's README does
+SAID = {
+    "huginn/huginn": {
+        "model.num_loops": 32,
+        "data.sequence_length": 4097,
+        "depth.sampler": "poisson_lognormal",
+        "depth.backprop_loops": 8,
+        "optimizer.lr": 4e-5,
+        "optimizer.betas": [0.9, 0.95],
+        "optimizer.decay_product": 4e-5,
+        "schedule.name": "constant",
+        "schedule.warmup_steps": 4096,
+        "training.tokens": 800e9,
+        "training.rows_per_step": 4096,
+    },
+    "ouro/stage1": {"optimizer.lr": 3e-4, "training.tokens": 100e9},
+    "ouro/stage2": {
+        "model.loop_loss": "gate",
+        "training.freeze_all_but_gate": True,
+        "training.initialize_from": "runs/ouro/stage1/final",
+        "training.tokens": 1e9,
+    },
+    "parcae/small": {
+        "data.packing": "best_fit",
+        "data.cropped": "drop",
+        "depth.sampler": "poisson",
+        "depth.per": "sequence",
+        "depth.backprop_loops": 4,
+        "optimizer.muon_value_gates": True,
+        "training.tokens": 11.2e9,
+        "evaluation.rows": 1024,
+    },
+    "parcae/medium": {"training.tokens": 29.6e9},
+    "parcae/large": {"training.tokens": 61.6e9},
+    "parcae/xlarge": {"training.tokens": 104e9},
+    "parcae/rdm/rdm_100m": {
+        "depth.backprop_loops": 8,
+        "depth.rows_per_draw": 32,
+        "optimizer.lr": 4e-4,
+        "optimizer.betas": [0.9, 0.95],
+        "optimizer.decay_product": 4e-5,
+        "schedule.warmup_steps": 4096,
+        "schedule.decay_steps": 4096,
+        "training.tokens": 10e9,
+    },
+    "parcae/rdm/rdm_350m": {
+        "model.num_loops": 8,
+        "depth.backprop_loops": 4,
+        "optimizer.lr": 2e-4,
+        "training.tokens": 14e9,
+    },
+    "residual_scaling/workshop_340m": {"model.residual_scaling": "linear", "optimizer.decay_product": 1e-5},
+    "retrofit/tinyllama": {
+        "dense.layers": [0, 1, 2, 3, *range(10, 22)],
+        "depth.curriculum": "sqrt",
+        "depth.curriculum_steps": 37_500,
+        "depth.rows_per_draw": 512,
+        "optimizer.lr": 5e-5,
+        "optimizer.muon_lr": 1e-3,
+        "training.steps": 50_000,
+        "training.rows_per_step": 1024,
+    },
+    "retrofit/tinyllama_heal": {"model.num_loops": 1, "training.steps": 2500},
+    "retrofit/llama_1b": {"dense.layers": [0, 1, 2, 3, *range(6, 16)], "model.rope_parameters.rope_theta": 5e5},
+    "retrofit/llama_1b_mean_32": {
+        "dense.layers": [0, 1, *range(10, 16)],
+        "model.num_loops": 32,
+        "depth.backprop_loops": 8,
+        "depth.curriculum": "linear",
+        "depth.curriculum_steps": 3125,
+        "training.steps": 25_000,
+    },
+    "readout/44m": {
+        "data.tokenizer_vocab_size": 20_000,
+        "data.sequence_length": 256,
+        "data.stride": 128,
+        "optimizer.lr": 3e-4,
+        "optimizer.weight_decay": 0.01,
+        "schedule.name": "constant",
+        "training.epochs": 4,
+        "training.rows_per_step": 64,
+    },
+    "readout/129m": {"model.hidden_size": 768, "model.num_core_layers": 12, "training.rows_per_step": 32},
+    "readout/44m/as_released": {"model.init_scheme": "torch"},
+    "readout/44m/scale_anchor": {"model.scale_anchor": 0.01},
+    "readout/ouro_1b4": {
+        "data.sequence_length": 2048,
+        "optimizer.lr": 3e-4,
+        "schedule.name": "cosine",
+        "schedule.final_ratio": 0.1,
+        "training.steps": 16_667,
+        "training.rows_per_step": 39,
+    },
+    "readout/ouro_1b4_raw": {"model.preset": "readout_1b4_raw"},
+}
+
+
+@pytest.mark.parametrize("recipe", SAID)
+def test_trainings_are_as_published(recipe):
+    found = load_recipe(RECIPES / f"{recipe}.yaml").to_dict()
+    for setting, value in SAID[recipe].items():
+        place = found
+        for part in setting.split("."):
+            place = place[part]
+        assert place == value, setting
+
+
+READOUTS = (
+    "terminal_rmsnorm", "terminal_raw", "per_loop_rmsnorm", "per_loop_raw", "per_loop_final_only", "terminal_penalty",
+    "per_loop_penalty", "exit_weighted", "damping", "inter_loop_norm",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("size", ["44m", "129m"])
+def test_readouts_are_the_systems_that_their_files_are_named_after(size):
+    """And a sweep has all ten, of three seeds each."""
+    for readout in READOUTS:
+        path = RECIPES / "readout" / size / f"{readout}.yaml"
+        assert load_recipe(path).model["preset"] == f"readout_{readout}"
+    runs = runs_of_sweep(RECIPES / f"readout/{size}.sweep.yaml")
+    found = {(run.recipe.model["preset"], run.recipe.training.seed) for run in runs}
+    assert found == {(f"readout_{readout}", seed) for readout in READOUTS for seed in range(3)}
+
+
+def test_flt_recipes_are_the_systems_that_they_are_named_after():
+    systems = ("lt", "lt_input", "lt_attention", "flt", "flt_residual")
+    for size, layers in (("small", 6), ("base", 12)):
+        for system in systems:
+            model = load_recipe(RECIPES / f"fully_looped/{size}_{system}.yaml").model
+            assert (model["preset"], model["num_core_layers"]) == (system, layers)
+
+
+KEPT = RECIPES.parent / "results" / "claims"
+MEASURED = [  # what is called growth there is no sweep
+    path
+    for path in SWEEPS
+    if path.parent.name == "claims"
+    and (KEPT / path.name.replace(".sweep.yaml", ".json")).is_file()
+    and path.name != "growth.sweep.yaml"
+]
+
+
+@pytest.mark.parametrize("path", MEASURED, ids=name)
+def test_sweeps_of_claims_are_those_whose_results_are_kept(path):
+    """Each run of results/claims has the settings that the sweep gives the run of its name now."""
+    results = KEPT / path.name.replace(".sweep.yaml", ".json")
+    runs = {run.name: run.settings for run in runs_of_sweep(path)}
+    for seed in json.loads(results.read_text(encoding="utf-8"))["seeds"].values():
+        for measured in seed.get("runs", []):
+            settings = {key: value for key, value in measured.items() if "." in key and "/" not in key}
+            assert settings == {} or runs[measured["name"]].items() >= settings.items()
+
+
+def test_four_layers_take_as_many_operations_as_four_loops():
+    of_run = {run.name: plan(run.recipe) for run in runs_of_sweep(RECIPES / "claims/depth.sweep.yaml")}
+    looped, plain, deep = (of_run[name] for name in ("looped", "as_many_parameters", "as_many_operations"))
+    assert looped["parameters"] == pytest.approx(plain["parameters"], rel=0.01)
+    readouts = 3 * 2 * 128 * 128  # the logits of loops 1 to 3, with their loss
+    assert looped["forward FLOPs per token"] - deep["forward FLOPs per token"] in (0, readouts)
+
+
+def test_the_transformer_beside_parcae_has_neither_injection_nor_c():
+    model = load_recipe(RECIPES / "claims/transformer.yaml").model_config()
+    assert (model.num_loops, model.injection, model.coda_input, model.prelude_norm) == (1, "none", "none", False)

@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 
+from modeling_looped.config_plans import fsdp_plan
 from tests.helpers import LIKE_GEMMA3, LIKE_OLMO2, tiny_model
 from tests.helpers_processes import import_paths
 
@@ -129,3 +130,16 @@ def test_two_ranks_equal_one(tmp_path):
                 assert (found[name] - gradient).norm() < 1e-4 * gradient.norm(), (folder, rank, name)
         again = type(model).from_pretrained(f"{folder}/again")
         assert all(torch.equal(a, b) for a, b in zip(again.parameters(), model.parameters(), strict=True))
+
+
+def test_norms_of_heads_are_whole_on_every_rank():
+    """Of learned norms each rank has the gradients of its own heads, which are added up."""
+    plan = tiny_model(qk_norm="learned").config.base_model_tp_plan
+    for norm in ("q_norm", "k_norm"):
+        assert plan[f"core.*.self_attn.{norm}"] == "replicated_with_grad_allreduce"
+
+
+def test_fsdp_gathers_the_embedding_and_every_section():
+    fields = {"num_prelude_layers": 1, "num_coda_layers": 1, "injection": "add"}
+    assert list(fsdp_plan(tiny_model(**fields).config)) == ["embed_tokens", "prelude.*", "core.*", "coda.*"]
+    assert list(fsdp_plan(tiny_model().config)) == ["embed_tokens", "core.*"]
