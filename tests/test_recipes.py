@@ -945,7 +945,7 @@ def test_places_of_foreign_keys_are_there():
     assert not set(PLACES) & {field.partition(".")[2] for field in keys}
 
 
-# settings of trainings as the papers or their public code have them; where these say nothing, as the folder's README does
+# settings of trainings as the papers or their public code have them; where these are silent, as the README there
 SAID = {
     "huginn/huginn": {
         "model.num_loops": 32,
