@@ -145,7 +145,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin, LoopedLoss
         targets = None if shifted is None else Labels(shifted, num_items_in_batch, loss_positions)
         needed = asked.needed(self.config, has_loss=targets is not None)
         if targets is not None and not is_as_written(self, "auxiliary_loss"):
-            needed = needed._replace(hidden_states=True)
+            needed = needed._replace(hidden_states=True, readout_states=True)
         outputs = self.model(
             **inputs,
             backprop_loops=backprop_loops,
@@ -167,7 +167,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin, LoopedLoss
             in_order = logits if isinstance(keep, slice) else None  # chosen positions may be in any order
             every_loop = asked.output_loop_losses
             loss, losses, token_losses = self._losses(outputs, in_order, gates, exits, depths, labels, every_loop)
-            loss = self._with_auxiliary(loss, outputs, labels)
+            loss = self._with_auxiliary(loss, outputs, depths, labels)
         return LoopedCausalLMOutputWithPast(
             loss=loss,
             logits=logits,
@@ -203,12 +203,16 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin, LoopedLoss
         exact = logits if self.config.round_logit_softcap else at_least_fp32(logits)
         return (cap * torch.tanh(exact / cap)).to(logits.dtype)
 
-    def logits_after_loop(self, readout_states, loop: int, depths: int | list[int] | None = None):
-        """Return logits from the readout norm's input after loop index `loop`, or a shallower row's last loop."""
+    def logits_after_loop(self, readout_states, loop: int, depths: int | list[int] | torch.Tensor | None = None):
+        """Return logits from the readout norm's input after loop index `loop`, or a shallower row's last loop.
+
+        depths: of all rows, per row, or a tensor that broadcasts over the tokens."""
         return self.logits(self._read_out(readout_states, loop, depths))
 
-    def _read_out(self, readout_states, loop: int, depths: int | list[int] | None):
+    def _read_out(self, readout_states, loop: int, depths: int | list[int] | torch.Tensor | None):
         """Return the head's input after loop index `loop`."""
+        if torch.is_tensor(depths):
+            return self.model.readout(readout_states, depths.clamp(max=loop + 1))
         depth = [min(loop + 1, depth) for depth in depths] if isinstance(depths, list) else loop + 1
         return self.model.readout(readout_states, depth)
 

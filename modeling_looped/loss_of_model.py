@@ -8,6 +8,7 @@ import torch
 
 from .checks import refuse_if
 from .cross_entropy import IGNORE_INDEX, Head, shift, unshift
+from .depth import depth_tensor
 from .evaluating import evaluating
 from .losses import Labels, denominator, loop_loss
 from .losses_of_states import LoopStates
@@ -28,8 +29,11 @@ class LoopedLossMixin:
     def auxiliary_loss(self, outputs, labels) -> torch.Tensor | None:
         """Return what a subclass adds to the loss, as a mean over the labelled tokens of this pass; None adds nothing.
 
-        outputs: those of the trunk, with `loop_hidden_states` if this method is overridden. labels: [batch, length],
-        already shifted, -100 where there is none. `loop_losses` are without it.
+        outputs: those of the trunk. If this method is overridden, they have the states after every loop, for which a
+        coda runs after every loop, and `depths`, the loops of each row, [batch, 1]. A row that ran fewer repeats its
+        last states. `logits_after_loop(outputs.loop_readout_states[k], k, outputs.depths)` are logits;
+        `loop_hidden_states` lie before the coda. labels: [batch, length], already shifted, -100 where there is none.
+        `loop_losses` are without it.
         """
         return None
 
@@ -57,8 +61,11 @@ class LoopedLossMixin:
             _, losses, token_losses = self._loop_loss(outputs, gates, depths, labels, objective="per_loop")
         return loss, losses, token_losses
 
-    def _with_auxiliary(self, loss, outputs, labels: Labels):
+    def _with_auxiliary(self, loss, outputs, depths: int | list[int], labels: Labels):
         """Add the auxiliary loss, by the share that this pass has in the labelled tokens of the step."""
+        if is_as_written(self, "auxiliary_loss"):
+            return loss
+        outputs.depths = depth_tensor(depths, len(labels.tokens), labels.tokens.device)[:, None]
         added = self.auxiliary_loss(outputs, labels.tokens)
         if added is None:
             return loss
@@ -69,9 +76,10 @@ class LoopedLossMixin:
     def _loop_loss(
         self, outputs, gates, depths, labels: Labels, mixed=None, objective: str | None = None, every_loop: bool = True
     ):
-        """Compute the loss without logits: of `mixed` readouts, or of each loop if the trunk returned every loop's
-        readout state, else of the last loop."""
-        readouts, reads_once = outputs.loop_readout_states, mixed is not None or outputs.loop_readout_states is None
+        """Compute the loss without logits: of `mixed` readouts, or of each loop if it is read and the trunk returned
+        its readout state, else of the last loop."""
+        readouts = outputs.loop_readout_states
+        reads_once = mixed is not None or readouts is None or (self.config.loop_loss == "terminal" and not every_loop)
         if reads_once:  # a single state, after the readout norm
             readouts = [outputs.last_hidden_state if mixed is None else mixed]
         head = self._head(reads_once)

@@ -45,11 +45,13 @@ class LoopedModelOutputWithPast(CacheByBothNames, BaseModelOutputWithPast):
     loop_hidden_states: H_k of every loop, [batch, length, hidden] each. A row that ran fewer loops repeats its last H.
     loop_readout_states: the input of the readout norm after every loop: H_k, or the coda's output for H_k.
     initial_state: h_0, returned together with loop_hidden_states.
+    depths: the loops that each row runs, [batch, 1], only in the outputs that `auxiliary_loss` reads.
     """
 
     loop_hidden_states: tuple[torch.Tensor, ...] | None = None
     loop_readout_states: tuple[torch.Tensor, ...] | None = None
     initial_state: torch.Tensor | None = None
+    depths: torch.Tensor | None = None
 
 
 @dataclass

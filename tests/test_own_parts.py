@@ -8,6 +8,7 @@ from typing import get_args
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers import initialization as init
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -32,7 +33,7 @@ from modeling_looped.loading import OUR_CLASSES, LoopedCheckpointError
 from modeling_looped.modeling_looped import LoopedModel
 from modeling_looped.overrides import is_changed
 
-from .helpers import random_ids, tiny_config, tiny_model
+from .helpers import random_ids, shake, tiny_config, tiny_model
 
 
 class Half(Injection):
@@ -479,6 +480,63 @@ def test_passes_of_a_step_add_up_to_one_auxiliary_loss():
     parts = [model(ids[i : i + 1], labels=labels[i : i + 1], num_items_in_batch=items).loss for i in range(3)]
     torch.testing.assert_close(sum(parts), model(ids, labels=labels).loss)
     assert model(ids, labels=torch.full_like(ids, -100)).loss == 0  # the mean over no token is nan
+
+
+class Distilled(LoopedForCausalLM):
+    """Adds KL(last loop || loop k), the last loop held fixed, averaged over a row's loops before its last."""
+
+    def auxiliary_loss(self, outputs, labels):
+        *students, teacher = (
+            self.logits_after_loop(state, loop, outputs.depths).log_softmax(-1)
+            for loop, state in enumerate(outputs.loop_readout_states)
+        )
+        total = torch.zeros_like(labels, dtype=teacher.dtype)
+        for loop, student in enumerate(students):
+            apart = functional.kl_div(student, teacher.detach(), reduction="none", log_target=True).sum(-1)
+            total = total + apart * (loop < outputs.depths - 1) / (outputs.depths - 1).clamp(min=1)
+        return total[labels != -100].mean()
+
+
+def naive_distillation(logits: torch.Tensor) -> torch.Tensor:
+    """The same for the logits of one row, [loops, tokens, vocabulary]."""
+    with torch.no_grad():
+        wanted = logits[-1].softmax(-1)
+    apart = [(wanted * (wanted.log() - each.softmax(-1).log())).sum(-1).mean() for each in logits[:-1]]
+    return sum(apart) / max(1, len(apart))
+
+
+@pytest.mark.parametrize("loop_loss", ["terminal", "per_loop"])
+@pytest.mark.parametrize("computes_again", [False, True])
+def test_an_auxiliary_loss_reads_what_rows_of_different_depth_say_after_every_loop(loop_loss, computes_again):
+    config = tiny_config(num_coda_layers=1, loop_loss=loop_loss, readout_norm="alpha", num_readout_alphas=4)
+    plain = shake(LoopedForCausalLM(config)).double().train()
+    model = Distilled(config).double().train()
+    model.load_state_dict(plain.state_dict())
+    if computes_again:
+        model.gradient_checkpointing_enable()
+    ids, depths = random_ids(3, 7), [1, 4, 2]
+
+    found = model(ids, labels=ids, num_loops=depths, output_logits=False).loss
+    rows = []
+    for row, depth in zip(ids.split(1), depths):
+        logits = torch.cat(plain(row, num_loops=depth, output_loop_logits=True).loop_logits)[:, :-1]
+        losses = [functional.cross_entropy(each, row[0, 1:]) for each in logits]
+        ours = losses[-1] if loop_loss == "terminal" else sum(losses) / depth
+        rows.append(ours + naive_distillation(logits))
+    wanted = torch.stack(rows).mean()
+    torch.testing.assert_close(found, wanted)
+
+    found.backward()
+    wanted.backward()
+    for (name, one), other in zip(model.named_parameters(), plain.parameters()):
+        torch.testing.assert_close(one.grad, other.grad, msg=name)
+
+
+def test_states_of_every_loop_do_not_make_a_loss_of_the_last_loop_decode_them():
+    model, ids, decoded = WithAuxiliary(tiny_config(num_loops=3)).train(), random_ids(1, 7), []
+    model.lm_head.register_forward_hook(lambda head, inputs, logits: decoded.append(logits[..., 0].numel()))
+    model(ids, labels=ids, output_logits=False)
+    assert sum(decoded) == 6
 
 
 def test_an_auxiliary_loss_costs_no_exits():
