@@ -37,6 +37,13 @@ class LoopedLossMixin:
         """
         return None
 
+    def training_metrics(self) -> dict[str, float | torch.Tensor]:
+        """Return numbers, or tensors of one number, that a subclass lets recipes log as `own/NAME`.
+
+        It is asked after the backward pass of each step that is logged, on every process; the main one's are written.
+        """
+        return {}
+
     def _losses(
         self, outputs, logits, gates, exit_probabilities, depths: int | list[int], labels: Labels, every_loop: bool
     ):

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from looped_eval.common.run_folder import open_runs
 from looped_eval.show_loops.command import main as show
+from looped_recipes.common.metrics import read_metrics
 from looped_recipes.engine.checkpoint import CheckpointError
 from looped_recipes.engine.training import Pretraining
 from looped_recipes.export import main as export
@@ -279,6 +280,38 @@ def test_a_sampler_of_depths_of_its_own(written, training_text, tmp_path):
     assert [record["loops"] for record in records if "loops" in record] == [2, 2]
     (run,) = open_runs([tmp_path / "run"])
     assert run.operations.mean_depth == 4  # its file is not imported to read it
+
+
+MEASURES = """
+from torch.nn.functional import cross_entropy
+
+from modeling_looped import LoopedForCausalLM
+
+
+class MeasuresForCausalLM(LoopedForCausalLM):
+    calls, seen = 0, []
+
+    def auxiliary_loss(self, outputs, labels):
+        if self.training:
+            logits = self.logits(outputs.last_hidden_state).detach()
+            self.seen.append(cross_entropy(logits.flatten(0, 1), labels.flatten()))
+
+    def training_metrics(self):
+        self.calls += 1
+        mean = sum(self.seen[-2:]) / 2
+        return {"loss": mean, "calls": self.calls, "nan": float("nan"), "tensor": mean.new_tensor([float("inf")])}
+"""
+
+
+def test_a_run_logs_what_the_class_measures(written, training_text, tmp_path):
+    own = f"training.model_file={written(MEASURES, 'own_measures')}"
+    every = ["logging.every=4", "logging.monitor_every=2", "training.save_every=6", "evaluation.every=6"]
+    main([str(SMOKE / "lt.yaml"), *smoke_settings(training_text, tmp_path, own, *every)])
+    logged = [record for record in read_metrics(tmp_path / "metrics.jsonl") if "loss" in record]
+    assert [(record["step"], record["own/calls"]) for record in logged] == [(0, 1), (2, 2), (3, 3), (4, 4), (5, 5)]
+    for record in logged:
+        assert record["own/loss"] == pytest.approx(record["loss"], rel=1e-4)  # of both micro-batches of the step
+        assert {name for name in record if name.startswith("own/")} == {"own/loss", "own/calls"}
 
 
 def test_changed_code_is_another_run(written, training_text, tmp_path):

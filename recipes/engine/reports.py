@@ -86,8 +86,7 @@ class StepReports:
             metrics["skipped_steps"] = self.progress.num_skipped
         self.timed_steps += 1
         self.timed_flops += self.operations.per_token(step)
-        done, logging = step + 1, self.recipe.logging
-        is_timed = step == 0 or done % logging.every == 0 or done == self.steps.total_steps
+        is_timed = self.steps.is_timed(step)
         if is_timed:  # not at monitored steps too: the single step between both would be no measure of speed
             seconds = time.perf_counter() - self.clock
             speed = self.timed_steps * self.operations.tokens_per_step / seconds
@@ -103,7 +102,7 @@ class StepReports:
                 f"{metrics['loops']:.1f} loops",
                 refresh=False,
             )
-        if is_timed or step % logging.monitor_every == 0:
+        if is_timed or step % self.recipe.logging.monitor_every == 0:
             self.log(step, metrics)
         self.bar.update(1)
 

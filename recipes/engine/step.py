@@ -55,6 +55,11 @@ class Steps:
         may_be_left_out = self.recipe.training.skip_nonfinite_steps or self.scaler is not None
         return self.accelerator.device.type != "cpu" and not may_be_left_out
 
+    def is_timed(self, step: int) -> bool:
+        """Whether a step is logged with the speed since the last such step."""
+        done = step + 1
+        return step == 0 or done % self.recipe.logging.every == 0 or done == self.total_steps
+
     def begin(self):
         """Run and discard one pass if DDP would sum gradients in the first step of a launch in another order than in
         later steps: so a resumed run sums in the same order as an uninterrupted one."""
@@ -87,6 +92,8 @@ class Steps:
             known.update(norms.metrics(lambda sums: accelerator.reduce(sums, reduction="sum")))
         if monitor is not None:
             known.update(monitor.measure_weights(bare(self.model)))
+        if monitor is not None or self.is_timed(step):
+            known.update(own_metrics(bare(self.model)))
         norm = self.clip()
         apply_step_settings(self.optimizers, step, self.recipe.optimizer, self.total_steps)
         set_learning_rates(self.schedulers, step)
@@ -158,3 +165,9 @@ class Steps:
     def scaler(self):
         """Accelerate's scaler of the loss; None except under fp16."""
         return getattr(self.accelerator, "scaler", None)
+
+
+def own_metrics(model) -> dict[str, float]:
+    """Return what a class of the user's own measures, under names that are none of ours; only finite numbers."""
+    numbers = {f"own/{name}": float(value) for name, value in model.training_metrics().items()}
+    return {name: value for name, value in numbers.items() if math.isfinite(value)}
