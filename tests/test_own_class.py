@@ -165,7 +165,8 @@ def test_a_recipe_trains_it_and_goes_on_bit_for_bit(written, training_text, tmp_
     gate = weights["model.injection.gate"]
     assert not torch.equal(gate, torch.full_like(gate, 0.5))  # it has learnt
     assert f"looped halting {whole} --trust-remote-code" in capsys.readouterr().out
-    assert "`own_gated.py`, which needs modeling_looped" in (whole / "final" / "README.md").read_text()
+    card = (whole / "final" / "README.md").read_text()
+    assert "`own_gated.py`, which needs modeling_looped installed: by `pip install .` in a clone" in card
 
     parts = train("parts", "training.stop_after=3")
     train("parts")

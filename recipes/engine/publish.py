@@ -57,7 +57,8 @@ print(tokenizer.decode(ids[0]))
 
 
 OUR_CODE = "With `import modeling_looped` before, nothing asks for `trust_remote_code`."
-OWN_CODE = "Its class is in `{}`, which needs modeling_looped installed."
+OWN_CODE = """Its class is in `{}`, which needs modeling_looped installed: by `pip install .` in a clone of Looped,
+or from the wheel that `pip wheel --no-deps .` makes there."""
 
 
 def model_card(recipe: Recipe, config, metrics_path: str | Path, folder: Path, steps: int) -> str:
