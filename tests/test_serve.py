@@ -7,15 +7,17 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from http.client import HTTPConnection
+from random import Random
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+from transformers.generation.stopping_criteria import StopStringCriteria
 
-from looped_eval.serve.stop_texts import StopTexts
+from looped_eval.serve.stop_texts import StopsInAnswer, StopTexts
 from looped_recipes.common.errors import CommandError
 from modeling_looped.row_prompts import Prompt
 from modeling_looped.shared_passes import SharedPasses
@@ -160,6 +162,10 @@ def test_conversations(served):
         ({"seed": 1, "temperature": 1, "draft_loops": 1}, "seed=1 goes with plain .* not with draft_loops: leave one"),
         ({"stop": [5]}, "stop=.5. must be a text or a list of texts"),
         ({"stop": "zz"}, "stop='zz' is not served: this model's tokenizer does not give 'abcdef' back"),
+        ({"stop": ["zz"] * 33}, "stop has 33 texts: pass up to 32"),
+        ({"stop": ["a", "z" * 257]}, "stop has a text of 257 characters: pass texts of up to 256"),
+        ({"generation_config": json.dumps({"stop_strings": ["zz"] * 33})}, "stop has 33 texts: pass up to 32"),
+        ({"generation_config": '{"stop_strings": [""]}'}, r"stop=\[''\] must be .* none of them empty"),
         ({"logit_bias": {"a": 5}}, "logit_bias=.* must have numbers of tokens as names"),
         ({"logit_bias": {"3": "much"}}, "logit_bias=.* and numbers as values"),
         ({"logit_bias": {"3": 1e39}}, "logit_bias=.* from -100 to 100"),
@@ -235,6 +241,49 @@ def test_an_answer_ends_before_its_stop_text():
         parts = [part.choices[0] for part in ask(**asked, stop=stop, stream=True)]
         assert "".join(part.delta.content or "" for part in parts) == whole[:begin]
         assert parts[-1].finish_reason == "stop"
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """As Llama's: spaces are parts of tokens, and what has no token is written in bytes."""
+    merges = [("a", "b"), ("ab", "c"), ("\u2581", "a"), ("\u2581", "ab")]
+    tokens = ["<s>", "\u2581", *"abcdef", *map("".join, merges), *(f"<0x{byte:02X}>" for byte in range(256))]
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges, byte_fallback=True))
+    tokenizer.normalizer = normalizers.Replace(" ", "\u2581")
+    steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(steps)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>")
+
+
+def byte_level_tokenizer() -> PreTrainedTokenizerFast:
+    merges = [("a", "b"), ("ab", "c"), ("\u0120", "a")]
+    tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *map("".join, merges)]
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>")
+
+
+@pytest.mark.parametrize("make", [letters_tokenizer, byte_tokenizer, byte_level_tokenizer])
+def test_an_answer_ends_where_transformers_ends_it(make):
+    """With the same token, and not by what is in the prompt. A space may begin the answer, and a letter of several
+    bytes may stand before the stop text."""
+    tokenizer, rng, ended = make(), Random(0), 0
+    pieces = ["ab", "abc", " a"] + (["\n", "\u20ac", "<s>"] if make is not letters_tokenizer else [])
+
+    def tokens(count: int) -> list[int]:
+        return [i for _ in range(count) for i in tokenizer(rng.choice(pieces), add_special_tokens=False).input_ids]
+
+    for _ in range(120):
+        prompt, answer = tokens(3), tokens(6)
+        whole = tokenizer.decode([*answer, *tokens(1)]) + "a"
+        begin = rng.randrange(len(whole))
+        stops = [whole[begin : begin + rng.randint(1, 5)], "fed"]
+        theirs, ours = StopStringCriteria(tokenizer, stops), StopsInAnswer(tokenizer, stops, len(prompt))
+        ends = range(1, len(answer) + 1)
+        expected = next((end for end in ends if theirs(torch.tensor([answer[:end]]), None)), None)
+        found = next((end for end in ends if ours(torch.tensor([prompt + answer[:end]]), None)), None)
+        assert found == expected, (stops, tokenizer.convert_ids_to_tokens(answer))
+        ended += found is not None
+    assert 30 < ended < 120
 
 
 def test_of_several_stop_texts_the_first_in_the_answer_ends_it():

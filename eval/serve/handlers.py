@@ -83,8 +83,8 @@ class TakesDepth:
         if config.top_k is None and config.do_sample:  # else transformers would sample from the 50 likeliest
             config.top_k = 0
         config._seed = current_request.get().seed
-        config.stop_strings = config.stop_strings or None
         check_stop(self.model_manager.tokenizer, config.stop_strings)  # pyrefly: ignore[missing-attribute]
+        config.stop_strings = config.stop_strings or None
         current_request.get().stops = StopTexts(config.stop_strings)
         return config
 

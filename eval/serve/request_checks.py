@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase, SequenceBiasLogitsProcessor
-from transformers.generation.stopping_criteria import StopStringCriteria
 
 from modeling_looped.depth_options import DEPTH_FIELDS
 from modeling_looped.foreign_names import GENERATION_FIELDS, refuse_foreign
+
+from .stop_texts import LETTERS, decode
 
 
 # types of fields that transformers would convert without an error: "false" to a stream, 2.7 tokens to 2
@@ -48,6 +49,7 @@ ASK_FOR_NOTHING = {
 FIELDS_OF_TOKENS = {name for name in GENERATION_FIELDS if name.endswith(("_token_id", "words_ids", "suppress_tokens"))}
 MOST_ANSWERS = 128  # per request
 MOST_LIKELIEST = 20  # tokens beside each log-probability
+MOST_STOPS, LONGEST_STOP = 32, 256  # stop texts, and characters of one: all are searched after every token
 LEAST_TEMPERATURE = 1e-6  # logits divided by less would overflow
 # arguments of apply_chat_template, which the server sets; the template reads all others in chat_template_kwargs
 OF_TEMPLATES = {*signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - {"documents", "kwargs"}
@@ -74,11 +76,9 @@ def check_body(body: dict, vocab_size: int):
     if (count := body.get("n")) is not None and not 1 <= count <= MOST_ANSWERS:
         raise ValueError(f"n={count} must be from 1 to {MOST_ANSWERS}")
     check_logprobs(body)
-    seed, stop, tools = body.get("seed"), body.get("stop"), body.get("tools")
+    seed, tools = body.get("seed"), body.get("tools")
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**63):
         raise ValueError(f"seed={seed!r} is no integer of 64 bits")
-    if stop is not None and not is_text(stop) and not (isinstance(stop, list) and all(map(is_text, stop))):
-        raise ValueError(f"stop={stop!r} must be a text or a list of texts, none of them empty")
     if (bias := body.get("logit_bias")) is not None and not is_bias(bias):
         form = "numbers of tokens as names, and numbers as values, from -100 to 100"
         raise ValueError(f"logit_bias={bias!r} must have {form}")
@@ -195,17 +195,20 @@ def check_template_kwargs(given: Any):
         raise ValueError(f"chat_template_kwargs has {', '.join(ours)}, which this server says itself: leave it out")
 
 
-def check_stop(tokenizer, texts: str | list[str] | None):
-    """Refuse stop texts if the tokenizer does not give letters back. transformers checks this with every token after
-    six letters, which takes long; for most tokenizers the letters alone are enough."""
-    letters = "abcdef"
-    if not texts or letters in tokenizer.convert_tokens_to_string(tokenizer.tokenize(letters)):
+def check_stop(tokenizer, stop: Any):
+    """Refuse stop texts, of the field `stop` or of a generation config, that cannot be searched in an answer."""
+    if stop is None:
         return
-    try:
-        StopStringCriteria(tokenizer, texts)
-    except ValueError:
-        reason = f"this model's tokenizer does not give {letters!r} back, so texts are not found in its tokens"
-        raise ValueError(f"stop={texts!r} is not served: {reason}; leave it out, and cut the answer") from None
+    texts = [stop] if isinstance(stop, str) else stop
+    if not isinstance(texts, list) or not all(map(is_text, texts)):
+        raise ValueError(f"stop={stop!r} must be a text or a list of texts, none of them empty")
+    if len(texts) > MOST_STOPS:
+        raise ValueError(f"stop has {len(texts)} texts: pass up to {MOST_STOPS}")
+    if (longest := max(map(len, texts), default=0)) > LONGEST_STOP:
+        raise ValueError(f"stop has a text of {longest} characters: pass texts of up to {LONGEST_STOP}")
+    if texts and LETTERS not in decode(tokenizer, tokenizer(LETTERS, add_special_tokens=False).input_ids):
+        reason = f"this model's tokenizer does not give {LETTERS!r} back, so texts are not found in its tokens"
+        raise ValueError(f"stop={stop!r} is not served: {reason}; leave it out, and cut the answer")
 
 
 def check_answers(generation_config, streams: bool, tells_likelihoods: bool):

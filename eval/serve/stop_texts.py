@@ -1,19 +1,40 @@
 """Stop texts: an answer ends before the first of them, as OpenAI's clients expect."""
 
-from transformers.generation.stopping_criteria import StopStringCriteria
+import torch
+from transformers.generation import StoppingCriteria
 
 
-class StopsInAnswer(StopStringCriteria):
-    """Searches stop texts in the answer only: the end of the prompt cannot be the beginning of one."""
+LETTERS = "abcdef"  # decoded before an end of an answer, since tokenizers drop a space at the beginning of a text
+
+
+class StopsInAnswer(StoppingCriteria):
+    """Searches stop texts in the answer only: the end of the prompt cannot be the beginning of one.
+
+    It ends the tokens that StopStringCriteria of transformers ends, but decodes their end. That class first compares
+    the texts with the whole vocabulary, which takes seconds, and a minute if they are many.
+    """
 
     reads_rows_apart = True
 
     def __init__(self, tokenizer, texts: str | list[str], prompt_length: int):
-        super().__init__(tokenizer, texts)
-        self.prompt_length = prompt_length
+        self.tokenizer, self.prompt_length = tokenizer, prompt_length
+        self.texts = [texts] if isinstance(texts, str) else texts
+        most = max(len(text.encode()) for text in self.texts)  # each token has one byte or more
+        self.sizes = range(most, most + 4)  # where tokens are bytes, one of these ends begins with a whole character
+        self.letters = tokenizer(LETTERS, add_special_tokens=False).input_ids
 
     def __call__(self, input_ids, scores, **kwargs):
-        return super().__call__(input_ids[:, self.prompt_length :], scores, **kwargs)
+        answers = input_ids[:, self.prompt_length :][:, -self.sizes[-1] :].tolist()
+        return torch.tensor([*map(self.is_met, answers)], device=input_ids.device)
+
+    def is_met(self, tokens: list[int]) -> bool:
+        ends = [decode(self.tokenizer, [*self.letters, *tokens[-size:]]).partition(LETTERS)[2] for size in self.sizes]
+        return any(text in end for text in self.texts for end in ends)
+
+
+def decode(tokenizer, tokens: list[int]) -> str:
+    """Return the text of tokens as it stands in them: with special tokens, and spaces as they are."""
+    return tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
 class StopTexts:
