@@ -208,6 +208,11 @@ def test_bad_requests(served, body, message, stream):
     assert complete(client, "a", 2, {}).usage.completion_tokens == 2 and not passes.decoders
 
 
+def test_lists_within_lists(served):
+    with pytest.raises(openai.BadRequestError, match="generation_config holds lists within lists, too many to read"):
+        complete(served[2], "a b", 3, {"generation_config": '{"bad_words_ids": ' + "[" * 3000 + "]" * 3000 + "}"})
+
+
 def test_a_stream_is_asked_for_by_true(served):
     with pytest.raises(openai.BadRequestError, match="stream='false' must be true or false"):
         complete(served[2], "a b", 3, {"stream": "false"})

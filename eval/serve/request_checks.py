@@ -88,7 +88,10 @@ def check_body(body: dict, vocab_size: int):
     if body.get("max_tokens") == 0 and not body.get("echo"):
         raise ValueError("max_tokens=0 asks for nothing: with echo=true it tells the prompt")
     if (config := body.get("generation_config")) is not None:
-        check_config(config, body, vocab_size)
+        try:
+            check_config(config, body, vocab_size)
+        except RecursionError:
+            raise ValueError("generation_config holds lists within lists, too many to read: pass fewer") from None
     if tools is not None and not are_tools(tools):
         form = '{"type": "function", "function": {"name": ...}}'
         raise ValueError(f"tools={tools!r} must be a list of functions, each {form}")
