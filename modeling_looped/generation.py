@@ -98,7 +98,8 @@ class LoopedGenerationMixin(Generative):
         All are also fields of `generation_config`. None in a call undoes a saved value, and num_loops in a call undoes
         saved exits unless the call sets an exit field too. With return_dict_in_generate the output has `token_loops`,
         see `LoopedGenerateOutput`. A streamer with a method `put_loops` receives the loops before each `put`, except
-        in assisted decoding.
+        in assisted decoding. One with a method `put_logits` receives, where rows decode independently, each row's new
+        token and its logits in place of `output_logits`, of which then none are kept.
         """
         asked = dict(locals())
         if (cache := one_cache(kwargs.pop("cache", None), kwargs.pop("past_key_values", None))) is not None:

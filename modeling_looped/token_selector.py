@@ -75,7 +75,10 @@ class TokenSelector:
         self.waiting: dict[int, tuple[torch.Tensor, int]] = {}  # logits and loops of rows that wait for others
         self.streamed = self.prompt_length
         self.scores = [] if config.return_dict_in_generate and config.output_scores else None
+        self.put_logits: Callable[[torch.Tensor, torch.Tensor], None] | None = None
         self.logits = [] if config.return_dict_in_generate and config.output_logits else None
+        if self.logits is not None and hasattr(streamer, "put_logits"):  # it takes them in place of the output
+            self.logits, self.put_logits = None, streamer.put_logits
 
     def running(self) -> list[int]:
         return [row for row, runs in enumerate(self.unfinished) if runs and row not in self.waiting]
@@ -103,6 +106,8 @@ class TokenSelector:
             scores, tokens = self.choose_by_length(rows, logits, noise)
         self.keep(self.scores, rows, scores)
         self.keep(self.logits, rows, logits)
+        if self.put_logits is not None:
+            self.put_logits(tokens, logits)
         self.append(rows, tokens, loops)
         self.stream()
         return rows

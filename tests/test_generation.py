@@ -189,6 +189,27 @@ def test_streamer(arguments):
     assert streamer.ended and streamer.tokens == tokens[0].tolist()
 
 
+class TakesLogits(Collector):
+    def __init__(self):
+        super().__init__()
+        self.chosen, self.logits = [], []
+
+    def put_logits(self, tokens, logits):
+        self.chosen += tokens.tolist()
+        self.logits.append(logits)
+
+
+@pytest.mark.parametrize("arguments", [{"exit_criterion": "latent_diff", "exit_threshold": 0.5}, {"draft_loops": 1}])
+def test_a_streamer_takes_the_logits(arguments):
+    """In place of the output, which then keeps none; before the penalty."""
+    model, ids, streamer = model_of("windows"), random_ids(1, 6), TakesLogits()
+    asked = {"output_logits": True, "return_dict_in_generate": True, "repetition_penalty": 1.5, **arguments}
+    plain, streamed = greedy(model, ids, **asked), greedy(model, ids, streamer=streamer, **asked)
+    assert streamed.logits is None and streamer.chosen == streamed.sequences[0, 6:].tolist()
+    assert torch.equal(streamed.sequences, plain.sequences)
+    torch.testing.assert_close(torch.cat(streamer.logits), torch.cat(plain.logits))
+
+
 # Beams and samples
 
 

@@ -5,13 +5,15 @@ import math
 import pytest
 import torch
 
-from looped_eval.serve.likelihoods import LEAST, likelihoods
+from looped_eval.serve import shared_generation
+from looped_eval.serve.likelihoods import LEAST, foretold, likelihoods
 from modeling_looped.exit_criteria import ExitRule
 from tests.helpers import tiny_model, tiny_tokenizer
 from tests.test_serve import complete, expected, letters_tokenizer, openai, serving
 
 
 EXITS = {"num_loops": 6, "exit_criterion": "latent_diff", "exit_threshold": 0.5}
+AFTER = {**EXITS, "exit_selection": "after"}  # decoded by the loop of transformers
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +80,7 @@ def generated(model, tokenizer, text: str, depth: dict, new_tokens: int = 4):
     return result.sequences[0, ids.shape[1] :], torch.stack(result.logits)[:, 0].double().log_softmax(-1)
 
 
-@pytest.mark.parametrize("depth", [{}, EXITS, {"draft_loops": 1}])
+@pytest.mark.parametrize("depth", [{}, EXITS, AFTER, {"draft_loops": 1}])
 def test_log_probabilities_of_an_answer(served, depth):
     model, tokenizer, client, _, _ = served
     tokens, expected_values = generated(model, tokenizer, "a b c", depth)
@@ -110,7 +112,7 @@ def test_log_probabilities_of_half_precision_and_of_the_impossible():
     """Taken in float32; JSON has no infinity."""
     logits = torch.randn(2, 30, generator=torch.Generator().manual_seed(0)).bfloat16()
     logits[1, 5] = -math.inf
-    first, second = likelihoods(tiny_tokenizer(), [3, 4, 5], logits, 0)
+    first, second = likelihoods(tiny_tokenizer(), [3, 4, 5], foretold(logits, [4, 5], 0))
     assert first.logprob == pytest.approx(logits[0].double().log_softmax(-1)[4].item(), abs=1e-5)
     assert second.logprob == LEAST == -9999
 
@@ -147,6 +149,27 @@ def test_an_echo_tells_what_foretells_the_prompt(served, depth, new_tokens):
     assert choice.text.startswith(tokenizer.decode(ids[0], skip_special_tokens=True))
     assert answer.usage.completion_tokens == new_tokens and choice.finish_reason in ("length", "stop")
     assert not passes.decoders and passes._rows == 0
+
+
+@pytest.mark.parametrize("depth", [{}, EXITS])
+def test_a_long_echo(served, depth, monkeypatch):
+    """Its logits are read part by part: those of a whole prompt would need more memory than the model."""
+    model, _, client, _, _ = served
+    ids = torch.randint(3, 30, (1, 79), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        rule = ExitRule(depth["exit_criterion"], depth["exit_threshold"]) if depth else None
+        logits = model(ids, num_loops=depth.get("num_loops"), exit_rule=rule, use_cache=False).logits[0, :-1]
+    expected = logits.double().log_softmax(-1)
+    monkeypatch.setattr(shared_generation, "POSITIONS", 5)
+    sizes, head = [], model.logits
+    monkeypatch.setattr(model, "logits", lambda states: sizes.append(states.shape[-2]) or head(states))
+    answer = ask(client, prompt=ids[0].tolist(), max_tokens=0, echo=True, logprobs=3, extra_body=depth)
+    told = answer.choices[0].logprobs
+    own = expected.gather(1, ids[0, 1:, None])[:, 0].tolist()
+    assert told.token_logprobs[1:] == pytest.approx(own, abs=1e-5)
+    for found, of_token in zip(told.top_logprobs[1:], expected.topk(3).values.tolist(), strict=True):
+        assert sorted(found.values())[-3:] == pytest.approx(of_token[::-1], abs=1e-5)
+    assert sizes == [79] if depth else sum(sizes) == 78 and max(sizes) == 5
 
 
 def test_an_echo_without_log_probabilities(served):

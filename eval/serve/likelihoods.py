@@ -19,16 +19,29 @@ class Likelihood(NamedTuple):
     best: list[tuple[str, float]]  # the likeliest tokens at its position
 
 
-def likelihoods(tokenizer, ids: list[int], logits: torch.Tensor, count: int) -> list[Likelihood]:
-    """Return one per token of the end of `ids` that `logits` [tokens, vocabulary] predict. count: tokens in `best`."""
-    told = ids[-len(logits) :]
-    log_probabilities = logits.float().log_softmax(-1).clamp(min=LEAST)
-    chosen = log_probabilities.gather(1, torch.tensor(told, device=logits.device)[:, None])[:, 0].tolist()
+class Foretold(NamedTuple):
+    """What is kept of the logits at one position: a whole vocabulary of them for every token would fill the memory."""
+
+    token: int
+    logprob: float
+    best: list[tuple[int, float]]  # the likeliest tokens
+
+
+def foretold(logits: torch.Tensor, tokens: Sequence[int], count: int) -> list[Foretold]:
+    """Return what `logits` [tokens, vocabulary] say of the tokens that they predict. count: tokens in `best`."""
+    log_probabilities = logits.float().log_softmax(-1).clamp_(min=LEAST)
+    chosen = log_probabilities.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0].tolist()
     best = log_probabilities.topk(min(count, logits.shape[-1]))
-    texts, found = pieces(tokenizer, ids)[-len(told) :], []
-    for token, text, own, others, values in zip(told, texts, chosen, best.indices.tolist(), best.values.tolist()):
-        written = [text if other == token else tokenizer.decode(other) for other in others]
-        found.append(Likelihood(text, own, list(zip(written, values))))
+    pairs = [list(zip(*each)) for each in zip(best.indices.tolist(), best.values.tolist())]
+    return [*map(Foretold, tokens, chosen, pairs)]
+
+
+def likelihoods(tokenizer, ids: list[int], said: list[Foretold]) -> list[Likelihood]:
+    """Return one per token of the end of `ids`, of which `said` tells."""
+    found = []
+    for each, text in zip(said, pieces(tokenizer, ids)[len(ids) - len(said) :]):
+        best = [(text if token == each.token else tokenizer.decode(token), value) for token, value in each.best]
+        found.append(Likelihood(text, each.logprob, best))
     return found
 
 

@@ -11,15 +11,17 @@ from fastapi import HTTPException
 from transformers.cli.serving.utils import GenerateManager
 from transformers.generation import BaseStreamer
 
+from modeling_looped.overrides import is_as_written
 from modeling_looped.shared_passes import SharedPasses
 
 from .asked import Asked, current_request
-from .likelihoods import Likelihood, likelihoods, pieces
+from .likelihoods import Foretold, Likelihood, foretold, likelihoods, pieces
 from .request_checks import check_answers, check_bias
 from .stop_texts import StopsInAnswer
 
 
 MOST_THREADS = 64  # requests that are generated at a time; others wait
+POSITIONS = 64  # of a prompt whose logits are in memory at a time
 NEW_TOKENS = 1024  # default length of an answer, as in the server of transformers
 
 
@@ -28,10 +30,13 @@ class Cancelled(Exception):
 
 
 class UntilCancelled(BaseStreamer):
-    """Ends a generation whose client has disconnected."""
+    """Ends a generation whose client has disconnected. Keeps what logits say of the tokens that they predict.
 
-    def __init__(self):
-        self._cancelled = threading.Event()
+    likeliest: how many of the likeliest tokens are kept beside each."""
+
+    def __init__(self, likeliest: int | None):
+        self._cancelled, self.likeliest = threading.Event(), likeliest
+        self.foretold: list[Foretold] = []
 
     def cancel(self):
         self._cancelled.set()
@@ -39,6 +44,9 @@ class UntilCancelled(BaseStreamer):
     def put(self, value):
         if self._cancelled.is_set():
             raise Cancelled
+
+    def put_logits(self, tokens, logits):
+        self.foretold += foretold(logits, tokens.tolist(), self.likeliest or 0)
 
     def end(self):
         pass
@@ -89,7 +97,7 @@ class ModelOfRequest:
 
     def __init__(self, passes: SharedPasses):
         self.passes, self.asked = passes, current_request.get()
-        self.until_cancelled = UntilCancelled()
+        self.until_cancelled = UntilCancelled(self.asked.likeliest)
 
     def __getattr__(self, name):
         return getattr(self.passes.model, name)
@@ -106,9 +114,10 @@ class ModelOfRequest:
         asked, prompt = self.asked, kwargs["input_ids"]
         config.return_dict_in_generate, config.output_logits = True, asked.likeliest is not None
         settings = {**kwargs, **asked.fields}
-        foretold = self.logits_of_prompt(prompt) if asked.echoes and asked.likeliest is not None else []
+        if asked.echoes and asked.likeliest is not None:
+            self.read_prompt(prompt)
         if asked.is_prompt_alone:
-            self.note_likelihoods(kwargs["tokenizer"], prompt[0].tolist(), foretold)
+            self.note_likelihoods(kwargs["tokenizer"], prompt[0].tolist())
             return prompt
         try:
             result = self.passes.generate(streamer=streamer, check=partial(check_client, streamer), **settings)
@@ -119,22 +128,30 @@ class ModelOfRequest:
         asked.loops[:] = result.token_loops[0].tolist()
         ids = result.sequences[0].tolist()
         asked.note_end(ids[length:])
-        self.note_likelihoods(kwargs["tokenizer"], ids, [*foretold, *(result.logits or ())])
+        for token, logits in zip(ids[length:], result.logits or ()):  # of a decoding loop of transformers
+            self.until_cancelled.foretold += foretold(logits, [token], asked.likeliest)
+        self.note_likelihoods(kwargs["tokenizer"], ids)
         return result.sequences
 
-    def logits_of_prompt(self, prompt: torch.Tensor) -> list[torch.Tensor]:
-        """Return the logits that predict all prompt tokens but the first, with the depth and exits of the answer."""
-        model, options = self.passes.model, self.asked.options
-        depth = {"num_loops": options.num_loops, "exit_rule": options.exit_rule(model.config)}
+    def read_prompt(self, prompt: torch.Tensor):
+        """Note what predicts all prompt tokens but the first, with the depth and exits of the answer."""
+        model, options, tokens = self.passes.model, self.asked.options, prompt[0, 1:].tolist()
+        rule, settings = options.exit_rule(model.config), {"num_loops": options.num_loops, "use_cache": False}
         with self.passes.beside(*prompt.shape), torch.no_grad():
-            return [model(prompt, use_cache=False, **depth).logits[0, :-1]]
+            if rule is None and is_as_written(model, "forward"):  # few positions have logits at a time
+                states, read = model.model(prompt, **settings).last_hidden_state[0, :-1], model.logits
+            else:
+                states, read = model(prompt, exit_rule=rule, **settings).logits[0, :-1], lambda logits: logits
+            for begin in range(0, len(tokens), POSITIONS):
+                part = slice(begin, begin + POSITIONS)
+                self.until_cancelled.foretold += foretold(read(states[part]), tokens[part], self.asked.likeliest)
 
-    def note_likelihoods(self, tokenizer, ids: list[int], logits: list[torch.Tensor]):
-        """Store the log-probabilities of the answer. logits: parts of [tokens, vocabulary]."""
+    def note_likelihoods(self, tokenizer, ids: list[int]):
+        """Store the log-probabilities of the answer."""
         asked = self.asked
         if asked.likeliest is None:
             return
-        asked.likelihoods = likelihoods(tokenizer, ids, torch.cat(logits), asked.likeliest) if logits else []
+        asked.likelihoods = likelihoods(tokenizer, ids, self.until_cancelled.foretold)
         if asked.echoes:
             asked.likelihoods.insert(0, Likelihood(pieces(tokenizer, ids[:1])[0], None, []))
 
