@@ -1,5 +1,6 @@
 """The server, asked by OpenAI's own client over the loopback address: answers are those of `generate`."""
 
+import asyncio
 import json
 import socket
 import threading
@@ -627,6 +628,46 @@ def test_a_seed_is_of_one_request(served):
         first, *others = pool.map(sample, [7, 1, 2, 3, 7, 4, 5, 7])
     assert others[3] == others[6] == first and len(set(others)) > 3
     assert torch.equal(torch.random.get_rng_state(), state)
+
+
+def answer_to(app, path: str, **headers: str) -> tuple[int, str]:
+    """Status and body that a client gets which asks the app for `path`."""
+    sent, got = [(name.encode(), value.encode()) for name, value in headers.items()], []
+    scope = {"type": "http", "method": "GET", "path": path, "headers": sent, "query_string": b"", "root_path": ""}
+
+    async def receive():
+        return {"type": "http.request"}
+
+    async def send(message):
+        got.append(message)
+
+    asyncio.run(app(scope, receive, send))
+    return got[0]["status"], got[-1]["body"].decode()
+
+
+def test_only_a_server_for_others_answers_to_any_host(served):
+    """Else a page of any site could ask it in a browser of this machine (DNS rebinding)."""
+    model, tokenizer, _, passes, _ = served
+    for host in ("127.0.0.1", "localhost", "::1"):
+        app = serve.build_app("tiny", model, tokenizer, passes, host=host)
+        for name in ("localhost", "LOCALHOST:8000", "127.0.0.1:8000", "[::1]", "[::1]:8000"):
+            assert answer_to(app, "/v1/models", host=name)[0] == 200
+        for name in ("evil.example", "evil.example:8000", "localhost.evil.example", "evil.example#@localhost", ""):
+            status, body = answer_to(app, "/v1/models", host=name)
+            assert status == 400 and f"for the host {name!r}" in json.loads(body)["error"]["message"]
+    app = serve.build_app("tiny", model, tokenizer, passes, host="0.0.0.0")
+    assert answer_to(app, "/v1/models", host="gpu.example:8000")[0] == 200
+
+
+def test_an_api_key(served):
+    model, tokenizer, _, passes, _ = served
+    app = serve.build_app("tiny", model, tokenizer, passes, api_key="sésame")
+    host = {"host": "localhost"}
+    for sent in ({}, {"authorization": "Bearer sesame"}, {"authorization": "sésame"}, {"authorization": "Bearer "}):
+        status, body = answer_to(app, "/v1/models", **host, **sent)
+        assert status == 401 and "send the header Authorization: Bearer KEY" in json.loads(body)["error"]["message"]
+    assert answer_to(app, "/v1/models", **host, authorization="Bearer sésame")[0] == 200
+    assert answer_to(app, "/health", **host)[0] == 200
 
 
 def test_requests_of_any_other_form(served):

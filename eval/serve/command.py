@@ -1,5 +1,6 @@
 """The server: requests of many clients share every pass of the model."""
 
+import os
 import socket
 import time
 
@@ -19,7 +20,7 @@ from looped_recipes.common.errors import CommandError
 from modeling_looped.shared_passes import SharedPasses
 
 from .handlers import Chat, Completions, OneModel, SharedState
-from .http import EndsCancelled, LimitedSize, answer, error_response
+from .http import Admits, EndsCancelled, LimitedSize, answer, error_response
 from .options import parse
 from .shared_generation import SharedGenerateManager
 
@@ -28,13 +29,23 @@ BYTES_PER_TOKEN = 32  # limit of a request's body; larger ones are refused befor
 LEAST_BYTES = 2**16
 
 
-def build_app(name: str, model, tokenizer, passes: SharedPasses, max_loops: int | None = None) -> FastAPI:
-    """Build the server. max_loops: the largest num_loops of a request; None means 4 times that of the model."""
+def build_app(
+    name: str,
+    model,
+    tokenizer,
+    passes: SharedPasses,
+    max_loops: int | None = None,
+    host: str = "localhost",
+    api_key: str | None = None,
+) -> FastAPI:
+    """Build the server. max_loops: the largest num_loops of a request; None means 4 times that of the model. host,
+    api_key: where it listens, and the key that requests have to send, if any."""
     app, started = FastAPI(title=name), int(time.time())
     app.add_middleware(
         LimitedSize, most_bytes=max(LEAST_BYTES, BYTES_PER_TOKEN * model.config.max_position_embeddings)
     )
     app.add_middleware(EndsCancelled)
+    app.add_middleware(Admits, host=host, api_key=api_key)
     manager = SharedGenerateManager(passes, 4 * model.config.num_loops if max_loops is None else max_loops)
     one, state = OneModel(name, model, tokenizer), SharedState(manager)
     chat, completions = Chat(one, state), Completions(one, state)
@@ -109,5 +120,6 @@ def main(arguments: list[str] | None = None):
     model = open_model(folder, args, dtype=args.dtype, **asked)
     max_tokens = args.max_tokens or args.max_rows * model.config.max_position_embeddings
     with SharedPasses(model, args.max_rows, max_tokens) as passes:
-        app = build_app(args.name or args.model, model, tokenizer, passes, args.max_loops)
+        key = os.environ.get("LOOPED_API_KEY") or None
+        app = build_app(args.name or args.model, model, tokenizer, passes, args.max_loops, args.host, key)
         uvicorn.run(app, host=args.host, port=args.port, timeout_graceful_shutdown=args.grace)

@@ -1,16 +1,20 @@
 """Handling of requests outside the model: error responses, size limits, clients that disconnect."""
 
 import asyncio
+import hmac
 import json
+import re
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from uuid import uuid4
 
 from fastapi import Request
 from fastapi.responses import Response
+from starlette.datastructures import Headers
 
 
 REQUEST_ID = "x-request-id"
+LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1", "[::1]")
 STOPPING = "the server is stopping and has cut this answer off: ask again"
 
 
@@ -57,6 +61,29 @@ class LimitedSize:
                 pass
             return await refusal(scope, receive, send)
         return await self.app(scope, receive, send)
+
+
+class Admits:
+    """Refuses requests without the API key, if there is one; and, where the server listens for its own machine alone,
+    requests to another host: a page of any site could send them, by a name that it lets point to this machine."""
+
+    def __init__(self, app, host: str, api_key: str | None):
+        self.app, self.api_key, self.is_local = app, api_key, host in LOCAL_HOSTS
+
+    async def __call__(self, scope, receive, send):
+        if scope["type"] == "http" and (refusal := self.refusal(Headers(scope=scope), scope["path"])):
+            return await refusal(scope, receive, send)
+        return await self.app(scope, receive, send)
+
+    def refusal(self, headers: Headers, path: str) -> Response | None:
+        asked, sent = headers.get("host", ""), headers.get("authorization", "")
+        if self.is_local and re.sub(r":\d+$", "", asked).lower() not in LOCAL_HOSTS:
+            wanted = "send it to localhost, or start the server with --host 0.0.0.0"
+            return error_response(400, f"a request for the host {asked!r}, but this machine alone is served: {wanted}")
+        is_open = self.api_key is None or path == "/health"
+        if is_open or hmac.compare_digest(sent.encode("latin-1"), f"Bearer {self.api_key}".encode()):
+            return None
+        return error_response(401, "this server wants its API key: send the header Authorization: Bearer KEY")
 
 
 class EndsCancelled:
