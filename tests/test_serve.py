@@ -670,6 +670,19 @@ def test_an_api_key(served):
     assert answer_to(app, "/health", **host)[0] == 200
 
 
+def test_the_command_says_where_it_listens_and_the_key(tmp_path, monkeypatch):
+    tiny_model().save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    apps = []
+    monkeypatch.setenv("LOOPED_API_KEY", "sesame")
+    monkeypatch.setattr(serve.uvicorn, "run", lambda app, **where: apps.append(app))
+    for host in ("127.0.0.1", "0.0.0.0"):
+        serve.main([str(tmp_path), "--host", host, "--port", "0"])
+    key = {"authorization": "Bearer sesame"}
+    assert [answer_to(app, "/v1/models", host="evil.example", **key)[0] for app in apps] == [400, 200]
+    assert [answer_to(app, "/v1/models", host="localhost")[0] for app in apps] == [401, 401]
+
+
 def test_requests_of_any_other_form(served):
     """What is no JSON, what is too large, and what fails by itself: always in the form that clients read."""
     _, _, client, passes, port = served
