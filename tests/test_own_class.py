@@ -128,13 +128,24 @@ OWN_CONFIG = "\nclass Config(LoopedConfig):\n    pass\nclass Own(LoopedForCausal
         ("x = 1", "own_none", "must define one subclass of LoopedForCausalLM, but it defines none"),
         (CODE + "class More(GatedForCausalLM):\n    pass", "own_two", "defines GatedForCausalLM, More"),
         ("import no_such_part", "own_parts", "imports what is not found .*no_such_part.* no file beside it"),
-        ("from .parts import x", "own_relative", "imports what is not found"),
+        ("from .parts import x", "own_relative", r"imports \.parts: .* no file beside it"),
+        ("try:\n    from .parts import x\nexcept ImportError:\n    x = 1", "own_optional", r"imports \.parts: "),
         ("from modeling_looped import LoopedConfig, LoopedForCausalLM" + OWN_CONFIG, "own_config", "config_class"),
     ],
 )
 def test_a_file_that_does_not_serve_is_refused(code, name, message, written):
     with pytest.raises(RecipeError, match=message):
         class_in_file(written(code, name))
+
+
+def test_a_neighbour_is_refused_unless_other_processes_find_it_too(written, tmp_path, monkeypatch):
+    written("", "own_neighbour")
+    path = written(CODE + "import json, own_neighbour\n")
+    monkeypatch.syspath_prepend(tmp_path)  # as the current folder is, of a process started there by `python -m`
+    with pytest.raises(RecipeError, match="imports own_neighbour: .* no file beside it"):
+        class_in_file(path)
+    monkeypatch.syspath_prepend("")  # now a place that PYTHONPATH names, or where packages are installed
+    assert class_in_file(path).__name__ == "GatedForCausalLM"
 
 
 def test_a_file_that_is_not_there_or_hides_a_module_is_refused(written, tmp_path):

@@ -1,9 +1,12 @@
 """The class of model that a run trains: ours, or one of the user's own in a Python file."""
 
+import ast
 import importlib.util
 import sys
 from pathlib import Path
 from types import ModuleType
+
+from transformers.dynamic_module_utils import get_relative_imports
 
 from modeling_looped import LoopedConfig, LoopedForCausalLM
 
@@ -11,6 +14,11 @@ from .sections import RecipeError
 
 
 MODULES: dict[Path, ModuleType] = {}  # the files that were imported, each once
+
+ALONE = (
+    "it is copied beside the weights by itself, and may import packages that are installed, but no file beside it and "
+    "none of the current folder"
+)
 
 
 def class_in_file(name: str | None) -> type[LoopedForCausalLM]:
@@ -45,6 +53,8 @@ def imported(path: Path) -> ModuleType:
     known = importlib.util.find_spec(path.stem)
     if known is not None and known.origin != str(path):
         raise RecipeError(f"training.model_file={str(path)!r} has the name of a module, {known.origin}: rename it")
+    if beside := imports_of_neighbours(path):
+        raise RecipeError(f"training.model_file={str(path)!r} imports {', '.join(beside)}: {ALONE}")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None  # the name ends with .py
     module = importlib.util.module_from_spec(spec)
@@ -54,14 +64,27 @@ def imported(path: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except ImportError as error:
         del sys.modules[path.stem]
-        raise RecipeError(
-            f"training.model_file={str(path)!r} imports what is not found ({error}): it is copied beside the weights "
-            "by itself, and may import packages that are installed, but no file beside it"
-        ) from error
+        raise RecipeError(f"training.model_file={str(path)!r} imports what is not found ({error}): {ALONE}") from error
     except BaseException:
         del sys.modules[path.stem]
         raise
     return module
+
+
+def imports_of_neighbours(path: Path) -> list[str]:
+    """Return what a file imports, or would if it were there, that its copy beside the weights will not find."""
+    nodes = list(ast.walk(ast.parse(path.read_bytes(), str(path))))
+    modules = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    modules += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module and not node.level]
+    names = sorted({module.partition(".")[0] for module in modules})
+    # the first place is the folder of the script or, as the empty one is, the current folder: of this process alone
+    elsewhere = [place for place in sys.path[1:] if place]
+    here = [name for name in names if is_found(name, sys.path) and not is_found(name, elsewhere)]
+    return here + sorted(f".{name}" for name in get_relative_imports(path))
+
+
+def is_found(name: str, places: list[str]) -> bool:
+    return any(finder.find_spec(name, places) is not None for finder in sys.meta_path)
 
 
 def write_code(model: LoopedForCausalLM, folder: Path):
