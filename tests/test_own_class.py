@@ -12,6 +12,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from looped_eval.common.run_folder import open_runs
+from looped_eval.halting.command import check as check_halting
+from looped_eval.halting.options import parse as parse_halting
+from looped_eval.harness.looped_lm import LoopedLM
 from looped_eval.show_loops.command import main as show
 from looped_recipes.common.metrics import read_metrics
 from looped_recipes.engine.checkpoint import CheckpointError
@@ -22,10 +25,11 @@ from looped_recipes.settings.model_file import MODULES, class_in_file
 from looped_recipes.settings.recipe import RecipeError
 from looped_recipes.sweep import run_sweep
 from modeling_looped import SAMPLERS, LoopedConfig, LoopedForCausalLM
+from modeling_looped.exit_criteria import CRITERIA
 from modeling_looped.formats import save_public
 from modeling_looped.loading import LoopedCheckpointError
 
-from .helpers import TINY, random_ids, tiny_config
+from .helpers import TINY, random_ids, tiny_config, tiny_tokenizer
 from .helpers_pretrain import SMOKE, smoke_settings
 
 
@@ -324,6 +328,36 @@ def test_a_run_logs_what_the_class_measures(written, training_text, tmp_path):
     for record in logged:
         assert record["own/loss"] == pytest.approx(record["loss"], rel=1e-4)  # of both micro-batches of the step
         assert {name for name in record if name.startswith("own/")} == {"own/loss", "own/calls"}
+
+
+CRITERION = """
+from modeling_looped import LoopedForCausalLM
+from modeling_looped.exit_criteria import CRITERIA, Criterion
+
+CRITERIA["own_mean"] = Criterion(lambda state, memory: (state.mean(-1), {}), "state", True, -1e9, least=-float("inf"))
+
+
+class MeanForCausalLM(LoopedForCausalLM):
+    pass
+"""
+
+
+@pytest.mark.parametrize("command", ["halting", "show", "eval"])
+def test_commands_know_the_criterion_that_its_file_registers(command, written, tmp_path, monkeypatch):
+    monkeypatch.setitem(CRITERIA, "own_mean", None)  # forgotten after the test
+    folder = tmp_path / command  # each its own, since a module is run once
+    class_in_file(written(CRITERION, "own_mean"))(tiny_config(vocab_size=32)).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    del CRITERIA["own_mean"]  # as in a new process
+    if command == "halting":
+        criteria = check_halting(parse_halting([str(folder), "--trust-remote-code"]))[2]
+        assert "own_mean" in criteria
+    elif command == "show":
+        asked = ["--exit-criterion", "own_mean", "--max-new-tokens", "2", "--output", str(tmp_path / "page.html")]
+        assert "own_mean ≥ -1e+09" in show([str(folder), "a", "--trust-remote-code", *asked]).rule
+    else:
+        lm = LoopedLM(str(folder), exit_criterion="own_mean", device="cpu", trust_remote_code=True)
+        assert lm.rule.criterion is CRITERIA["own_mean"] and type(lm.model).__name__ == "MeanForCausalLM"
 
 
 def test_changed_code_is_another_run(written, training_text, tmp_path):

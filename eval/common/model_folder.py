@@ -3,26 +3,39 @@
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedConfig
 
 from looped_recipes.common.checksums import check_folder
 from looped_recipes.common.command_line import typed
 from looped_recipes.common.hub import can_only_be_path, model_inside
 from modeling_looped import LoopedConfig, LoopedForCausalLM
+from modeling_looped.formats.registry import is_published
+from modeling_looped.loading import class_beside_weights
 
 
 LONG_TEXTS = "sequence-length-is-longer-than-the-specified-maximum"  # key of a warning of transformers
 
 
-def open_config(target: str) -> tuple[Path, LoopedConfig]:
-    """Return the folder and the config of a model. target: a saved model, or the folder of its training run."""
+def open_config(target: str, trust_remote_code: bool = False) -> tuple[Path, LoopedConfig]:
+    """Return the folder and the config of a model. target: a saved model, or the folder of its training run.
+    trust_remote_code: also import its own class, see `import_own_class`."""
     folder = model_folder(target)
     if folder is None:
         raise ValueError(
             f"there is no folder {target!r}: name a saved model, its training run, or a published model that was "
             "fetched (`hf download NAME --local-dir FOLDER`)"
         )
+    if trust_remote_code:
+        import_own_class(folder)
     return folder, LoopedConfig.from_pretrained(folder)
+
+
+def import_own_class(source: str | Path, revision: str = "main"):
+    """Import the class of the user's own that saved a model, if one did: its file may register exit criteria, which
+    are checked before the weights are read."""
+    fields, _ = PreTrainedConfig.get_config_dict(source, revision=revision)
+    if not is_published(fields):
+        class_beside_weights(LoopedForCausalLM, source, {"trust_remote_code": True, "revision": revision})
 
 
 def open_model(folder: Path, args, **asked) -> LoopedForCausalLM:

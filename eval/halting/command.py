@@ -57,7 +57,7 @@ from .scoring import at_depth, measure, with_sequence_exits, with_token_exits
 
 def check(args) -> tuple[Path, LoopedConfig, list[str], list[str]]:
     """Check the arguments without loading weights. Return the model's folder, its config, the criteria, and notes."""
-    folder, config = open_config(args.model)
+    folder, config = open_config(args.model, args.trust_remote_code)
     args.num_loops = config.num_loops if args.num_loops is None else args.num_loops
     for budget in args.budget:
         if not (0 <= budget < math.inf):

@@ -88,7 +88,13 @@ class LoopedLM(HFLM):
         if isinstance(pretrained, str):
             pretrained = model_inside(pretrained)
         self.depths, self.rule = check_question(
-            pretrained, num_loops, exit_criterion, exit_threshold, min_loops, revision
+            pretrained,
+            num_loops,
+            exit_criterion,
+            exit_threshold,
+            min_loops,
+            revision,
+            kwargs.get("trust_remote_code", False),
         )
         register_public_formats()
         super().__init__(pretrained, revision=revision, device=device or "auto", **{"backend": "causal", **kwargs})

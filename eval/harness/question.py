@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from transformers import PreTrainedConfig
 
+from looped_eval.common.model_folder import import_own_class
 from looped_recipes.common.checksums import check_folder
 from looped_recipes.common.command_line import parse_depths
 from looped_recipes.common.hub import check_source, model_inside
@@ -37,7 +38,13 @@ def refuse_depths_in(gen_kwargs: dict, where: str):
 
 
 def check_question(
-    pretrained, num_loops=None, exit_criterion=None, exit_threshold=None, min_loops: int = 1, revision: str = "main"
+    pretrained,
+    num_loops=None,
+    exit_criterion=None,
+    exit_threshold=None,
+    min_loops: int = 1,
+    revision: str = "main",
+    trust_remote_code: bool = False,
 ) -> Question:
     """Check the arguments against config.json only, so that mistakes are found before the weights are loaded."""
     depths = None if num_loops is None else parse_depths(num_loops)
@@ -61,6 +68,8 @@ def check_question(
                 "--model hf"
             )
         check_folder(pretrained)
+        if trust_remote_code:
+            import_own_class(pretrained, revision)
         config = LoopedConfig.from_pretrained(pretrained, revision=revision)
     else:
         config = pretrained.config

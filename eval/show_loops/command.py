@@ -129,7 +129,7 @@ def has_colors(stream) -> bool:
 
 def show(args) -> Shown:
     check_prompt(args.prompt)
-    folder, config = open_config(args.model)
+    folder, config = open_config(args.model, args.trust_remote_code)
     rule = rule_of(args, folder, config)
     tokenizer = open_tokenizer(folder, args.tokenizer, config)
     prompt = tokenizer(args.prompt)["input_ids"]
