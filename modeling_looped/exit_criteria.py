@@ -119,9 +119,10 @@ class Criterion(NamedTuple):
     exits_above: bool
     default: float | None = None
     every_loop: bool = False  # reads every loop, also loops at which nothing may exit
-    remembers: tuple[str, ...] = ()  # names of the values of the last reading that it compares with
+    remembers: tuple[str, ...] = ()  # names of the values of past readings that it compares with
     counts_readings: bool = False  # the score counts readings, so `threshold` readings come before the first check
     least: float = 0.0  # the lowest possible score
+    looks_back: int = 1  # over so many readings, if it remembers any; they come before the first check
 
     def after_loop(self, model, state: torch.Tensor, logits: Callable[[], torch.Tensor], memory: Memory) -> Score:
         """Return the score of the state H after a loop, and what to remember. model: the causal LM; logits: computes
@@ -204,7 +205,7 @@ class ExitRule:
         if self.criterion.counts_readings:  # the mean of a row's counts needs whole counts, from the first loop on
             warm_up = math.inf if self.per_sequence else max(0, self.threshold)
         elif self.criterion.remembers:
-            warm_up = 1
+            warm_up = self.criterion.looks_back
         first = self.min_loops - (warm_up + 1) * self.interval  # readings begin after this loop
         return depth > first and (depth - self.min_loops) % self.interval == 0
 

@@ -566,6 +566,28 @@ def test_what_an_own_criterion_remembers_begins_anew_with_every_token(monkeypatc
         model.generate(ids, exit_criterion="undeclared", **settings)
 
 
+@pytest.mark.parametrize("min_loops", [1, 2, 3, 4, 5])
+def test_a_criterion_may_look_back_over_two_loops(min_loops, monkeypatch):
+    def change(state, memory):
+        last, older = (memory.get(name, torch.full_like(state, torch.inf)) for name in ("last", "older"))
+        return (state - older).norm(dim=-1), {"last": state, "older": last}
+
+    for name in ("last", "older"):
+        monkeypatch.setitem(INITIAL, name, torch.inf)
+    ours = Criterion(change, "state", exits_above=False, remembers=("last", "older"), looks_back=2)
+    monkeypatch.setitem(CRITERIA, "change", ours)
+    model, ids = tiny_model(num_loops=6), random_ids(8, 1)
+    states = torch.stack(model(ids, output_loop_hidden_states=True).loop_hidden_states)[:, :, 0]
+    scores = torch.stack(
+        [(states[k] - states[k - 2]).norm(dim=-1) for k in range(2, 6)], dim=1
+    ).detach()  # loops 3 to 6
+    threshold = scores.median().item()
+    first = max(min_loops, 3)
+    expected = [next((k for k in range(first, 6) if row[k - 3] <= threshold), 6) for row in scores.tolist()]
+    found = model(ids, exit_rule=ExitRule("change", threshold, min_loops)).token_loops[:, 0].tolist()
+    assert found == expected and first in found
+
+
 def test_a_criterion_says_its_least_score(monkeypatch):
     def log_probability(logits, memory):
         return logits.log_softmax(-1).amax(-1), {}
