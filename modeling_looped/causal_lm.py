@@ -56,6 +56,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin, LoopedLoss
             setattr(config, name, self.added_fields[name])
         super().__init__(config)
         self.generation_config._from_model_config = False  # else loading drops fields unknown to transformers
+        self.loss_type = "ForCausalLM"  # transformers takes it from the name of the class, which a subclass may change
         self.model = LoopedModel(config)
         self.vocab_size = config.vocab_size
         self.lm_head = linear(config.hidden_size, config.vocab_size, "head")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, modeling_utils
 from transformers import initialization as init
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -545,6 +545,17 @@ def test_an_auxiliary_loss_costs_no_exits():
         ids, exit_criterion="kl", exit_threshold=0.0, max_new_tokens=3, return_dict_in_generate=True
     )
     assert found.token_loops.shape == (1, 3)
+
+
+@pytest.mark.parametrize("name", ["Distil", "DistilForTokenClassification"])
+def test_the_name_of_a_class_does_not_choose_its_loss(name, monkeypatch):
+    said = []
+    monkeypatch.setattr(modeling_utils.logger, "warning_once", said.append)
+    model, ids = type(name, (LoopedForCausalLM,), {})(tiny_config()).eval(), random_ids(2, 7)
+    outputs = model(ids, labels=ids)
+    expected = functional.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    torch.testing.assert_close(outputs.loss, expected)
+    assert not said
 
 
 # Criteria
