@@ -203,9 +203,10 @@ class StrictLoadingMixin:
     @classmethod
     def _finalize_model_loading(cls, model, *args, **kwargs):
         """Refuse early what cannot load anyway: transformers' method allocates tensors for all that did not fit, for
-        which an absurd config leaves no memory."""
+        which an absurd config leaves no memory, and says of tensors of another class that they can be ignored."""
         info = next((each for each in (*args, *kwargs.values()) if hasattr(each, "mismatched_keys")), None)
         if info is not None and (loaded := STRICTLY.get()):
+            refuse_class_of_others(loaded[0], cls, model.config.architectures)
             sizes = {name: tensor.numel() for name, tensor in model.named_parameters()}
             missing = sum(sizes.get(name, 0) for name in info.missing_keys)
             most = info.missing_keys if missing > sum(sizes.values()) / 2 else ()

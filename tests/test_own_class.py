@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, modeling_utils
 
 from looped_eval.common.run_folder import open_runs
 from looped_eval.halting.command import check as check_halting
@@ -102,6 +102,17 @@ def test_trusted_code_of_our_own_class_changes_nothing(tmp_path):
     model.save_pretrained(tmp_path)
     opened = LoopedForCausalLM.from_pretrained(tmp_path, trust_remote_code=True)
     assert type(opened) is LoopedForCausalLM
+
+
+def test_tensors_of_another_class_are_not_said_to_be_of_no_account(written, tmp_path, monkeypatch):
+    class_in_file(written(CODE))(tiny_config(injection="add")).save_pretrained(tmp_path / "saved")
+    told = []
+    monkeypatch.setattr(modeling_utils.logger, "warning", lambda text, *_: told.append(text))
+    with pytest.raises(LoopedCheckpointError, match="saved by GatedForCausalLM"):
+        LoopedForCausalLM.from_pretrained(tmp_path / "saved")
+    assert not told
+    LoopedForCausalLM.from_pretrained(tmp_path / "saved", strict=False)
+    assert "model.injection.gate" in "".join(told)  # transformers' report
 
 
 def test_a_class_in_a_copy_of_the_package_opens_what_it_saved(tmp_path):
