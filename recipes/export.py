@@ -6,7 +6,7 @@ from_pretrained and all commands open, by default RUN/step-00000500, beside fina
 
 from pathlib import Path
 
-from looped_recipes.common.command_line import Parser, run_command, say_result, typed
+from looped_recipes.common.command_line import Parser, run_command, say_result, trust_of, typed
 from looped_recipes.common.files import check_writable
 from looped_recipes.common.words import counted
 
@@ -43,7 +43,7 @@ def main(arguments: list[str] | None = None) -> Path:
     out = options.out or options.run / of_steps[step].name
     check_writable(out.parent, "as OUT, the second argument")
     export_checkpoint(options.run, of_steps[step], out, options.trust_remote_code)
-    say_result(f"{out} is the model after {counted(step, 'step')}", typed("looped chat", out))
+    say_result(f"{out} is the model after {counted(step, 'step')}", typed("looped chat", out, *trust_of(options)))
     return out
 
 

@@ -213,6 +213,9 @@ def test_a_recipe_trains_it_and_goes_on_bit_for_bit(written, training_text, tmp_
         show(asked)
     show([*asked, "--trust-remote-code"])
     assert (tmp_path / "page.html").is_file()
+    said = capsys.readouterr().out
+    assert f"looped chat {tmp_path / 'exported'} --trust-remote-code" in said
+    assert f"looped halting {whole / 'final'} --trust-remote-code" in said
 
 
 HEADER = "class GatedForCausalLM(LoopedForCausalLM):\n"

@@ -20,7 +20,7 @@ from looped_eval.common.model_folder import (
 from looped_eval.common.progress import progress
 from looped_eval.common.timing import least_seconds
 from looped_recipes.common.checksums import renew_checksum
-from looped_recipes.common.command_line import check_counts, say_result, typed
+from looped_recipes.common.command_line import check_counts, say_result, trust_of, typed
 from looped_recipes.common.files import check_writable
 from looped_recipes.common.flops import attention_flops, forward_flops_per_token, sizes
 from looped_recipes.common.provenance import note_what_is_replaced, write_json
@@ -295,7 +295,7 @@ def next_command(args, fixed: list[dict], tokens: list[dict]) -> str:
 
     To write, it is the same command again, so that the threshold is calibrated on the same text."""
     if args.write is not None:
-        return typed("looped chat", args.model)
+        return typed("looped chat", args.model, *trust_of(args))
     if not args.budget:
         reached = [mean for mean in args.mean_loops if any(row["wanted_loops"] == mean for row in tokens)]
         best = best_at_equal_loops([row for row in tokens if row["wanted_loops"] == reached[0]])
@@ -303,7 +303,8 @@ def next_command(args, fixed: list[dict], tokens: list[dict]) -> str:
         return f"{args.command}{at_mean} --write {best['criterion']}"
     if exits_gain(fixed, tokens, args.budget[0]):
         return f"{args.command} --write"
-    return typed("looped chat", args.model, "--num-loops", shallowest_depth(fixed, args.budget[0]))
+    depth = shallowest_depth(fixed, args.budget[0])
+    return typed("looped chat", args.model, *trust_of(args), "--num-loops", depth)
 
 
 def exits(unit: str, rows: list[dict]) -> list[dict]:

@@ -9,7 +9,7 @@ from transformers import GenerationConfig
 
 from looped_eval.common.findings import loops_in_words
 from looped_eval.common.model_folder import open_config, open_model, open_tokenizer
-from looped_recipes.common.command_line import check_prompt, say_result, typed
+from looped_recipes.common.command_line import check_prompt, say_result, trust_of, typed
 from looped_recipes.common.files import check_file, write_whole
 from looped_recipes.common.words import counted
 from modeling_looped.exit_criteria import ExitRule
@@ -158,6 +158,6 @@ def main(arguments: list[str]) -> Shown:
     write_whole(output, page(shown))
     print(f"\nthe page: {output}")
     mean = f"On average a token took {loops_in_words(shown.mean_loops, shown.num_loops)}; {shown.rule}."
-    then = [typed("looped halting", args.model)] if shown.num_loops > 1 else []  # one loop has no exits
-    say_result(mean, *then)
+    exits = typed("looped halting", args.model, *trust_of(args))
+    say_result(mean, *([exits] if shown.num_loops > 1 else []))  # one loop has no exits
     return shown

@@ -160,6 +160,11 @@ def typed(command: str, *words) -> str:
     return " ".join([command, *map(shlex.quote, words)])
 
 
+def trust_of(args) -> list[str]:
+    """Return the option of `add_trust`, for the next command, if this one has it."""
+    return ["--trust-remote-code"] * args.trust_remote_code
+
+
 def parse_depths(num_loops) -> list[int]:
     """Parse 4, "1,2,8", "1+2+8", "1..8" or a list of these into increasing depths."""
     depths = set()
