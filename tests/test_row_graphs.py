@@ -72,6 +72,7 @@ def padded_prompt():
     return prompt, mask
 
 
+@pytest.mark.some(20)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_tokens_are_those_without_graphs(system, way, replays, monkeypatch):
@@ -115,6 +116,7 @@ PLAIN_WAYS = {
 }
 
 
+@pytest.mark.some(22)
 @pytest.mark.parametrize("way", PLAIN_WAYS)
 @pytest.mark.parametrize("system", [*SYSTEMS, "of_loops", "learned_positions", "scaled"])
 def test_plain_decoding_in_step_is_that_of_transformers(system, way, replays, monkeypatch):
@@ -229,6 +231,7 @@ def test_int8_keys_run_kernel_by_kernel(replays):
     assert not replays
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("how", [{}, {"do_sample": True, "top_k": 3}], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("system", ["plain", "flt", "parcae"])
