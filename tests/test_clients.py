@@ -416,7 +416,9 @@ def test_operations_of_training_are_those_that_torch_counts(case, per, tmp_path)
     trainer = Training(model, TrainingArguments(str(tmp_path), save_strategy="no", **arguments), train_dataset=rows)
     with FlopCounterMode(display=False) as counter:
         trainer.train()
-    assert trainer.state.total_flos == pytest.approx(counter.get_total_flops(), rel=0.03)
+    counted = counter.get_flop_counts()["Global"]  # torch 2.15 counts attention on a CPU, 2.13 does not
+    without_attention = sum(count for kind, count in counted.items() if "attention" not in str(kind))
+    assert trainer.state.total_flos == pytest.approx(without_attention, rel=0.03)
 
 
 def test_operations_are_counted_of_shards_too():
