@@ -11,6 +11,7 @@ over items, with intervals from resampling items in pairs, for accuracy within e
 
 import json
 import math
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ RESAMPLES = 10_000
 LEAST_RESAMPLES = 1_000
 FEWEST = 20  # items that a verdict needs: intervals of fewer hold the difference less often than they say
 WRITTEN_AT = re.compile(r"_(\d{4}-\d\d-\d\dT[\d.-]+)$")  # time at the end of lm-eval's file names
+DEPTH = re.compile(r"loops_\d+")
 SCORES = ("candidate_nll", "gold_nll", "gold_margin", "gold_probability")
 ACCURACIES = ("accuracy", "normalised_accuracy")
 
@@ -159,28 +161,42 @@ def read_samples(path: Path | str, length: Callable[[str], int]) -> list[Item]:
     files = sorted(path.rglob("samples_*.jsonl")) if path.is_dir() else [path]
     if not files or not all(file.is_file() for file in files):
         raise ValueError(f"{path} is no file of samples and no folder with any: run lm-eval with --log_samples")
-    refuse_several_depths(path, files)
-    named = {}
-    for file in sorted(files, key=time_of):  # the newest of several runs in one folder wins
-        named[WRITTEN_AT.sub("", file.stem).removeprefix("samples_")] = file
+    of_tasks: dict[str, list[Path]] = {}
+    for file in files:
+        of_tasks.setdefault(WRITTEN_AT.sub("", file.stem).removeprefix("samples_"), []).append(file)
+    refuse_several_runs(path, of_tasks)
+    named = {task: max(of_task) for task, of_task in of_tasks.items()}  # the newest of equal calls in one folder
     items = [item for name, file in named.items() for item in read_items(file, name, length)]
     if not items:
         raise ValueError(f"{path} holds no multiple-choice samples: candidates are compared here")
     return items
 
 
-def time_of(file: Path) -> str:
-    found = WRITTEN_AT.search(file.stem)
-    return found[1] if found else ""
-
-
-def refuse_several_depths(path: Path, files: list[Path]):
-    """Refuse samples of several depths. `looped eval` writes those of each depth to a folder loops_N."""
+def refuse_several_runs(path: Path, of_tasks: dict[str, list[Path]]):
+    """Refuse samples of one task from several runs: from several folders, or from calls with other arguments. Refuse
+    samples of several depths, each of which `looped eval` writes to a folder loops_N, of whatever tasks."""
+    several = [files for task, files in of_tasks.items() if len({call_of(file, task) for file in files}) > 1]
+    files = sum(of_tasks.values(), [])
     inside = {folder for file in files for folder in file.parents if folder.is_relative_to(path)}
-    depths = [folder for folder in inside if re.fullmatch(r"loops_\d+", folder.name)]
-    if len(depths) > 1:
-        depths.sort(key=lambda folder: (folder.parent, int(folder.name.removeprefix("loops_"))))
-        raise ValueError(f"{path} holds samples of several depths: name one of {', '.join(map(str, depths))}")
+    if len([folder for folder in inside if DEPTH.fullmatch(folder.name)]) > 1:
+        several.append(files)
+    if not several:
+        return
+    common = os.path.commonpath([file.parent for file in several[0]])
+    choices = {Path(common, file.relative_to(common).parts[0]) for file in several[0]}
+    if all(DEPTH.fullmatch(choice.name) for choice in choices):
+        what, choices = "depths", sorted(choices, key=lambda choice: int(choice.name.removeprefix("loops_")))
+    else:
+        what, choices = "runs", sorted(choices)
+    raise ValueError(f"{path} holds samples of several {what}: name one of {', '.join(map(str, choices))}")
+
+
+def call_of(file: Path, task: str) -> tuple:
+    """Return the folder of a file of samples and, from lm-eval's results beside it, the model and its shots."""
+    written = WRITTEN_AT.search(file.stem)
+    results = file.with_name(f"results_{written[1] if written else ''}.json")
+    found = json.loads(results.read_text(encoding="utf-8")) if results.is_file() else {}
+    return file.parent, json.dumps(found.get("config", {}).get("model_args")), found.get("n-shot", {}).get(task)
 
 
 @dataclass(frozen=True)

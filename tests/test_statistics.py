@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import shutil
 
 import numpy as np
 import pytest
@@ -364,10 +365,40 @@ def test_one_depth_of_several_is_to_be_named(tmp_path):
     assert len(read_samples(tmp_path / "out/loops_9", len)) == 1
 
 
-def test_the_newest_run_is_that_of_the_latest_time(tmp_path):
-    """Names of folders are no times: the model of the older run has the later name."""
-    for model, time, gold in (("a", "2026-01-02T09-00-00.5", 1), ("b", "2026-01-01T10-00-00.25", 0)):
-        (tmp_path / model).mkdir()
-        (tmp_path / model / f"samples_choice_{time}.jsonl").write_text(sample_line(gold))
+def test_the_newest_of_equal_calls_is_that_of_the_latest_time(tmp_path):
+    for time, gold in (("2026-01-02T09-00-00.5", 1), ("2026-01-01T10-00-00.25", 0)):
+        (tmp_path / f"samples_choice_{time}.jsonl").write_text(sample_line(gold))
+        results = {"config": {"model_args": {"pretrained": "a"}}, "n-shot": {"choice": 0}}
+        (tmp_path / f"results_{time}.json").write_text(json.dumps(results))
     (found,) = read_samples(tmp_path, len)
     assert (found.task, found.gold) == ("choice", 1)
+
+
+def test_one_seed_of_several_is_to_be_named(tmp_path):
+    """Not the newest is taken, nor are seeds said to be depths; folders of different tasks are read together."""
+    for seed in ("s0", "s1"):
+        for depth in (1, 4):
+            folder = tmp_path / f"A/{seed}/loops_{depth}/model"
+            folder.mkdir(parents=True)
+            (folder / "samples_choice_2026-01-01T10-00-00.jsonl").write_text(sample_line(gold=0))
+    shutil.copytree(tmp_path / "A/s0/loops_1", tmp_path / "B/s0")
+    shutil.copytree(tmp_path / "A/s1/loops_1", tmp_path / "B/s1")
+    for side in "AB":
+        with pytest.raises(ValueError, match=f"/{side} holds samples of several runs: name one of .*/s0, .*/s1$"):
+            read_samples(tmp_path / side, len)
+    with pytest.raises(ValueError, match="/s1 holds samples of several depths: name one of .*/loops_1, .*/loops_4$"):
+        read_samples(tmp_path / "A/s1", len)
+    (old,) = (tmp_path / "B/s1").rglob("*.jsonl")
+    old.rename(old.with_name("samples_other_2026-01-01T10-00-00.jsonl"))
+    assert [item.task for item in read_samples(tmp_path / "B", len)] == ["choice", "other"]
+
+
+@pytest.mark.parametrize("change", [{"model_args": {"exit_threshold": 0.9}}, {"shots": 5}])
+def test_calls_with_other_arguments_are_not_taken_for_repeated_ones(tmp_path, change):
+    for time, call in (("2026-01-01T10-00-00", {}), ("2026-01-02T10-00-00", change)):
+        call = {"model_args": {"exit_threshold": 0.5}, "shots": 0, **call}
+        (tmp_path / f"samples_choice_{time}.jsonl").write_text(sample_line(gold=0))
+        results = {"config": {"model_args": call["model_args"]}, "n-shot": {"choice": call["shots"]}}
+        (tmp_path / f"results_{time}.json").write_text(json.dumps(results))
+    with pytest.raises(ValueError, match="several runs: name one of .*choice_2026-01-01.*jsonl, .*2026-01-02.*jsonl$"):
+        read_samples(tmp_path, len)
