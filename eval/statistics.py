@@ -2,11 +2,14 @@
 
 lm_eval ... --tasks readout_nine_as_released --log_samples --output_path A; the same for B
 looped statistics A B --tokenizer MODEL --output statistics.json
+looped statistics A1,A2,A3 B1,B2,B3 --output statistics.json
 
 A and B are files of samples or folders that hold them, of any number of multiple-choice tasks; each candidate's
 log-likelihood is divided by its length, in the tokenizer's tokens, or in bytes if none is named, with the space before
 it (acc_norm of lm-eval divides by characters, without this space). Accuracy is averaged over tasks, the other scores
 over items, with intervals from resampling items in pairs, for accuracy within each task. A verdict needs 20 items.
+These intervals are of two trained models. Several seeds of each, in pairs by their order, give Student's interval of
+the mean difference over seeds, on these items.
 """
 
 import json
@@ -16,13 +19,13 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import NormalDist
+from statistics import NormalDist, fmean
 
 import numpy as np
 
 from looped_recipes.common.command_line import Parser, run_command, say_result, typed
 from looped_recipes.common.files import lines_of
-from looped_recipes.common.intervals import students_reach
+from looped_recipes.common.intervals import over_seeds, students_reach
 from looped_recipes.common.provenance import write_json
 from looped_recipes.common.words import counted
 
@@ -137,6 +140,29 @@ def compare(first: list[Item], second: list[Item], level: float = 0.95, resample
     return result
 
 
+def compare_seeds(first: list[list[Item]], second: list[list[Item]], level: float = 0.95) -> dict:
+    """Return what `compare` does of the i-th seeds of two models in pairs: means over seeds, and Student's interval of
+    the mean difference."""
+    for of_seed in (*first[1:], *second):
+        pair(first[0], of_seed)  # refuses other items
+    result = {"items": len(first[0]), "tasks": sorted({item.task for item in first[0]}), "level": level}
+    result["seeds"] = len(first)
+    means = [[averages(of_seed) for of_seed in side] for side in (first, second)]
+    for name in (*ACCURACIES, *SCORES):
+        a, b = ([of_seed[name] for of_seed in side] for side in means)
+        finite = np.isfinite([a, b]).all()
+        change = over_seeds([theirs - ours for ours, theirs in zip(a, b)], level=level) if finite else None
+        result[name] = {
+            "first": fmean(a),
+            "second": fmean(b),
+            "change": change and change.value,
+            "interval": change and (change.low, change.high),
+            "first_seeds": a,
+            "second_seeds": b,
+        }
+    return result
+
+
 def pair(first: list[Item], second: list[Item]) -> list[tuple[Item, Item]]:
     of_second = {item.key: item for item in second}
     of_first = {item.key: item for item in first}
@@ -170,6 +196,14 @@ def read_samples(path: Path | str, length: Callable[[str], int]) -> list[Item]:
     if not items:
         raise ValueError(f"{path} holds no multiple-choice samples: candidates are compared here")
     return items
+
+
+def folders_of(argument: str) -> list[str]:
+    """Split A1,A2,A3 into the seeds of a model; a comma may also be in the name of a single folder."""
+    named = [argument] if Path(argument).exists() else argument.split(",")
+    if len(set(named)) < len(named):
+        raise ValueError(f"{argument} names one folder twice: name each seed once")
+    return named
 
 
 def refuse_several_runs(path: Path, of_tasks: dict[str, list[Path]]):
@@ -354,7 +388,8 @@ def items_of(result: dict) -> str:
 
 def table(result: dict) -> str:
     percent = f"{100 * result['level']:g} %"
-    lines = [f"| {items_of(result)} | first | second | change | {percent} |"]
+    seeds = f", {result['seeds']} seeds each" if "seeds" in result else ""
+    lines = [f"| {items_of(result)}{seeds} | first | second | change | {percent} |"]
     lines.append("|---|---:|---:|---:|---|")
     for name in (*ACCURACIES, *SCORES):
         score = result[name]
@@ -371,7 +406,7 @@ def table_of_one(result: dict) -> str:
 
 
 def difference_in_words(result: dict) -> str:
-    """Say which model has the lower gold_nll, and which accuracies say the opposite."""
+    """Say which model has the lower gold_nll, which accuracies say the opposite, and what the intervals are of."""
     change, interval = result["gold_nll"]["change"], result["gold_nll"]["interval"]
     if change is None:
         return "No verdict: a right candidate has no probability at all, and so an infinite gold_nll."
@@ -382,20 +417,23 @@ def difference_in_words(result: dict) -> str:
     if result["items"] < FEWEST:
         return f"No verdict from {items_of(result)}, fewer than {FEWEST} items: {said}"
     low, high = interval
+    of_what = " This is of these trained models, not over seeds."
+    if "seeds" in result:
+        of_what = f" This is over {result['seeds']} seeds, on these items."
     if low <= 0 <= high:
-        return f"Neither is clearly better: {said}"
+        return f"Neither is clearly better: {said}{of_what}"
     said = f"The {'first' if low > 0 else 'second'} has the lower gold_nll: {said}"
     for name in ACCURACIES:
         of_accuracy = result[name]["interval"]
         if of_accuracy is not None and (of_accuracy[0] > 0 < low or of_accuracy[1] < 0 > high):
             said += f" But it has the lower {name.replace('_', ' ')}, which {lies.format(*of_accuracy)}."
-    return said
+    return said + of_what
 
 
 def main(arguments: list[str] | None = None) -> dict:
     parser = Parser("eval.statistics", __doc__)
-    parser.add_argument("first", type=Path)
-    parser.add_argument("second", type=Path, nargs="?", help="without it, the scores of the first alone")
+    parser.add_argument("first", help="file or folder of samples, or several with commas: seeds of one model")
+    parser.add_argument("second", nargs="?", help="without it, the scores of the first alone")
     parser.add_argument("--tokenizer", help="folder or name; lengths are in its tokens")
     parser.add_argument("--level", type=float, default=0.95)
     parser.add_argument("--resamples", type=int, default=RESAMPLES)
@@ -406,15 +444,23 @@ def main(arguments: list[str] | None = None) -> dict:
             f"--level must lie between 0 and 1, and --resamples be at least {LEAST_RESAMPLES:,}, as the ends of an "
             f"interval of fewer are chance; got {options.level:g} and {options.resamples}"
         )
+    seeds = [folders_of(side) for side in (options.first, options.second) if side is not None]
+    if len(seeds[0]) != len(seeds[-1]) or len(seeds) == 1 < len(seeds[0]):
+        given = " and ".join(str(len(side)) for side in seeds)
+        raise ValueError(f"seeds are compared in pairs, got {given}: name as many of a second model, A1,A2 B1,B2")
     length = length_in(options.tokenizer)
-    first = read_samples(options.first, length)
-    if options.second is None:
+    first, *second = [[read_samples(folder, length) for folder in side] for side in seeds]
+    if not second:
+        (first,) = first
         result = {"items": len(first), "tasks": sorted({item.task for item in first}), **averages(first)}
         print(table_of_one(result))
         found = f"Normalised accuracy is {result['normalised_accuracy']:.4f} over {items_of(result)}."
         then = [f"{typed('looped statistics', options.first)} OTHER"]
     else:
-        result = compare(first, read_samples(options.second, length), options.level, options.resamples)
+        if len(first) > 1:
+            result = compare_seeds(first, second[0], options.level)
+        else:
+            result = compare(first[0], second[0][0], options.level, options.resamples)
         print(table(result))
         found = difference_in_words(result)
         then = [] if options.output else [f"{options.command} --output statistics.json"]

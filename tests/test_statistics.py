@@ -11,11 +11,21 @@ import torch
 from lm_eval.tasks import TaskManager
 from scipy.stats import norm as normal
 from scipy.stats import t as student
+from scipy.stats import ttest_rel
 
 from looped_eval import statistics
 from looped_eval.harness.command import results_by_depth
 from looped_eval.harness.looped_lm import LoopedLM
-from looped_eval.statistics import Item, Question, compare, gold_indices, item_scores, paired_bootstrap, read_samples
+from looped_eval.statistics import (
+    Item,
+    Question,
+    compare,
+    compare_seeds,
+    gold_indices,
+    item_scores,
+    paired_bootstrap,
+    read_samples,
+)
 from modeling_looped import LoopedForCausalLM
 from tests.helpers import tiny_tokenizer
 from tests.helpers_harness import save_model_and_tokenizer, task_configs, task_documents
@@ -402,3 +412,62 @@ def test_calls_with_other_arguments_are_not_taken_for_repeated_ones(tmp_path, ch
         (tmp_path / f"results_{time}.json").write_text(json.dumps(results))
     with pytest.raises(ValueError, match="several runs: name one of .*choice_2026-01-01.*jsonl, .*2026-01-02.*jsonl$"):
         read_samples(tmp_path, len)
+
+
+@pytest.mark.parametrize("seeds, level", [(2, 0.95), (4, 0.8)])
+def test_over_seeds_against_scipy(seeds, level):
+    """Two tasks, of which one has a quarter of the items: accuracies weigh both equally. Items are in any order."""
+    rng = np.random.default_rng(seeds)
+    tasks = ["a"] * 10 + ["b"] * 30
+    drawn = rng.normal(-2, 1, size=(2, seeds, 40, 2))  # of the right candidate and a wrong one
+    sides = [[[item(tasks[i], i, 0, of_seed[i]) for i in rng.permutation(40)] for of_seed in side] for side in drawn]
+    result = compare_seeds(*sides, level=level)
+    right, gap = drawn[..., 0] > drawn[..., 1], drawn[..., 1] - drawn[..., 0]
+    expected = {
+        "accuracy": (right[..., :10].mean(-1) + right[..., 10:].mean(-1)) / 2,
+        "gold_nll": np.log1p(np.exp(gap)).mean(-1),
+    }
+    for name, (first, second) in expected.items():
+        assert result[name]["interval"] == pytest.approx(ttest_rel(second, first).confidence_interval(level))
+        assert result[name]["change"] == pytest.approx(second.mean() - first.mean())
+        assert result[name]["first_seeds"] == pytest.approx(first) and result[name]["second"] == pytest.approx(
+            second.mean()
+        )
+    assert f"| 40 items of 2 tasks, {seeds} seeds each | first |" in statistics.table(result)
+    assert f"This is over {seeds} seeds, on these items." in statistics.difference_in_words(result)
+    sides[1][1].pop()
+    with pytest.raises(ValueError, match="1 items are in one of the two only"):
+        compare_seeds(*sides)
+
+
+def test_one_trained_model_a_side_does_not_tell_how_seeds_differ(tmp_path, capsys):
+    """Both seeds of the second model are better on all items, by amounts that are as unlike as the seeds are."""
+    for name, wrong in {"a0": -1.1, "a1": -1.2, "b0": -1.2, "b1": -3.0}.items():
+        lines = [sample_line(0, str(wrong - i / 1000)).replace('"x"', f'"{i}"') for i in range(20)]
+        (tmp_path / f"{name}/m").mkdir(parents=True)
+        (tmp_path / f"{name}/m/samples_t_2026-01-01T10-00-00.jsonl").write_text("".join(lines))
+    a0, a1, b0, b1 = (str(tmp_path / name) for name in ("a0", "a1", "b0", "b1"))
+    for pair in ((a0, b0), (a1, b1)):
+        statistics.main([*pair, "--resamples", "1000"])
+        said = capsys.readouterr().out
+        assert (
+            "The second has the lower gold_nll" in said and "This is of these trained models, not over seeds." in said
+        )
+    result = statistics.main([f"{a0},{a1}", f"{b0},{b1}"])
+    said = capsys.readouterr().out
+    assert "Neither is clearly better" in said and "not over seeds" not in said and result["seeds"] == 2
+    for wrong, message in (
+        ([f"{a0},{a1}", b0], "in pairs, got 2 and 1: name as many"),
+        ([f"{a0},{a1}"], "in pairs, got 2: name as many of a second"),
+        ([f"{a0},{a0}", f"{b0},{b1}"], "a0 names one folder twice"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            statistics.main(wrong)
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_seed_without_probability_leaves_no_difference_over_seeds():
+    sides = [[[item(doc_id=i, log_likelihoods=(-1.0, low)) for i in range(20)] for low in (-2.0, -math.inf)]] * 2
+    result = compare_seeds(*sides)
+    assert result["candidate_nll"]["change"] is None and result["candidate_nll"]["first"] == math.inf
+    assert result["gold_nll"]["change"] == 0 and "| candidate nll | inf | inf | – | – |" in statistics.table(result)
