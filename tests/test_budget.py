@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 from looped_eval.budget import command as budget
 from looped_eval.budget.row_scores import RowScores, variance_of_mean
 from looped_eval.budget.streams import score_windows, windows
-from looped_eval.common.curves import table
+from looped_eval.common.curves import draw, table
 from looped_eval.common.findings import best_depths
 from looped_eval.core.command import core_scores
 from looped_recipes.common.token_losses import token_losses
@@ -95,7 +95,30 @@ def test_bits_and_perplexity_of_models_and_seeds(folders, text, tmp_path, capsys
         "± of a model of several folders is their standard deviation; ± of one less seeds, 1 against 2 folders, is "
         "the standard error over rows only, which does not tell how folders differ"
     ) in shown
-    assert (tmp_path / "out/budget.svg").read_text().startswith("<svg")
+    of_seeds = {"seeds": "standard deviation over folders"}  # a folder's bits per byte and perplexity have no error
+    assert record["errors"] == {
+        "bits per byte": of_seeds,
+        "perplexity": of_seeds,
+        "bits per byte, less that of seeds": {"one": "standard error over rows"},
+    }
+    drawn = (tmp_path / "out/budget.svg").read_text()
+    assert drawn.startswith("<svg") and ">seeds: ± standard deviation over folders</text>" in drawn
+    assert ">one</text>" in drawn
+
+
+def test_bars_of_one_chart_say_of_what_they_are(tmp_path):
+    """Of two models in one chart, one with a deviation over folders and one with lm-eval's error."""
+    curves = {"acc": {"a": {1: (0.5, 0.125)}, "b": {1: (0.25, 0.25)}, "c": {1: (0.25, None)}}}
+    less = {"bits per byte, less that of a": {"b": {1: (0.1, 0.2)}, "c": {1: (0.1, 0.2)}}}
+    kinds = budget.kinds_of_errors(curves, less, {"a": ["0", "1"], "b": ["2", "3"], "c": ["4"]})
+    of_folders, over = "standard deviation over folders", "standard error over rows"
+    assert kinds["acc"] == {"a": of_folders, "b": of_folders}
+    assert kinds["bits per byte, less that of a"] == {"b": f"{over} and folders", "c": over}
+    kinds = budget.kinds_of_errors(curves, {}, {"a": ["0", "1"], "b": ["2"], "c": ["4"]})
+    draw(budget.with_kinds(curves, kinds), tmp_path / "acc.svg")
+    drawn = (tmp_path / "acc.svg").read_text()
+    for said in (f"a: ± {of_folders}", "b: ± lm-eval&#x27;s standard error", "c"):
+        assert f">{said}</text>" in drawn
 
 
 def test_perplexities_of_different_tokens_are_not_compared(folders, text, tmp_path, capsys):
@@ -261,6 +284,7 @@ def test_tasks(folders, tmp_path, monkeypatch, capsys):
          "--limit", "4", "--output", str(tmp_path / "out")]
     )  # fmt: skip
     record = json.loads((tmp_path / "out/budget.json").read_text())
+    assert list(record["errors"]["pick acc"].values()) == ["lm-eval's standard error"]
     model, tokenizer = LoopedForCausalLM.from_pretrained(folders[0]), tiny_tokenizer()
     for depth in (1, 2, 3):
         sums = []

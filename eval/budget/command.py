@@ -31,6 +31,7 @@ from .streams import parse_stream, score_windows, texts_of, windows
 
 
 RESAMPLES = 1000  # for standard errors of lm-eval's metrics without a formula
+SPREAD, OF_LM_EVAL = "standard deviation over folders", "lm-eval's standard error"  # behind ± of a model
 RESOLUTION = 0.0005  # half of the last digit of bits per byte in papers
 
 
@@ -191,18 +192,36 @@ def over_seeds(found: dict[str, list[dict[str, dict[int, Point]]]], of_means: bo
     return curves
 
 
+def kinds_of_errors(curves: Curves, precision: Curves, models: dict[str, list[str]]) -> dict[str, dict[str, str]]:
+    """Return {measure: {model: what stands behind ±}} for those that have an error."""
+    kinds: dict[str, dict[str, str]] = {}
+    of_first = len(next(iter(models.values())))
+    for measure, of_models in (curves | precision).items():
+        for name, points in of_models.items():
+            kind = SPREAD if len(models[name]) > 1 else OF_LM_EVAL
+            if measure in precision:
+                over = "rows and folders" if counts_folders(len(models[name]), of_first) else "rows"
+                kind = f"standard error over {over}"
+            if any(error is not None for _, error in points.values()):
+                kinds.setdefault(measure, {})[name] = kind
+    return kinds
+
+
+def with_kinds(curves: Curves, kinds: dict[str, dict[str, str]]) -> Curves:
+    """Append to the names of series what stands behind their ±."""
+    said = {measure: {name: f"{name}: ± {kind}" for name, kind in of.items()} for measure, of in kinds.items()}
+    return {
+        measure: {said.get(measure, {}).get(name, name): points for name, points in of_models.items()}
+        for measure, of_models in curves.items()
+    }
+
+
 def what_spreads_are(curves: Curves, precision: Curves, models: dict[str, list[str]]) -> list[str]:
     """Say what stands behind ± in the tables."""
     several = any(len(folders) > 1 for folders in models.values())
-    deviations = [
-        deviation
-        for of_models in curves.values()
-        for name, points in of_models.items()
-        for _, deviation in points.values()
-        if len(models[name]) == 1
-    ]
+    kinds = kinds_of_errors(curves, {}, models).values()
     said = ["± of a model of several folders is their standard deviation"] * several
-    said += ["± of a single folder is lm-eval's standard error"] * any(each is not None for each in deviations)
+    said += [f"± of a single folder is {OF_LM_EVAL}"] * any(OF_LM_EVAL in of_models.values() for of_models in kinds)
     first = next(iter(models))
     compared = {name for measure, of in precision.items() if measure.endswith(f"less that of {first}") for name in of}
     for model in (name for name in models if name in compared):
@@ -274,9 +293,10 @@ def main(arguments: list[str] | None = None):
     print(shown)
     write_whole(args.output / "budget.md", shown + "\n")
     values = {name: [values_of(points) for points in of_folders] for name, of_folders in found.items()}
-    record = {"models": models, "values": values, "curves": curves, "precision": precision, "sizes": sizes}
-    write_json(args.output / "budget.json", record, args.command)
-    draw(curves, args.output / "budget.svg")
+    kinds = kinds_of_errors(curves, precision, models)
+    record = {"models": models, "values": values, "curves": curves, "precision": precision, "errors": kinds}
+    write_json(args.output / "budget.json", {**record, "sizes": sizes}, args.command)
+    draw(with_kinds(curves, kinds), args.output / "budget.svg")
     print(f"written: {args.output / 'budget.md'}, budget.json and budget.svg")
     first = next(iter(models.values()))[0]
     means = {name: of for name, of in over_seeds(found, of_means=True).items() if name not in per_token}
