@@ -28,6 +28,7 @@ class LoopInputs(NamedTuple):
     time: torch.Tensor | None = None  # embedding of the loop, for blocks that it modulates
     loop_set: int | torch.Tensor | None = None
     makes_keys: bool | torch.Tensor = True
+    number: Any = None  # the loop, counted from 0, as `core_pass` got it; None for prelude and coda
 
 
 @dataclass
@@ -46,9 +47,12 @@ class PassContext:
     kept: dict[int, tuple[torch.Tensor, ...]] = field(default_factory=dict)
     options: dict = field(default_factory=dict)  # for transformers, attention kernels and user-made blocks
     has_regions: bool = False  # blocks are compiled once for all loops
+    ran: set[tuple] = field(default_factory=set)  # with a cache: first slot and loop of each core layer that ran
 
     def run(self, block, x, first_slot: int, loop: LoopInputs, query_states=None):
         """Run one block on the stream, [rows, length, hidden]. first_slot: its cache slot in the first loop."""
+        if self.cache is not None and loop.number is not None:
+            self.note_run(first_slot, loop.number)
         makes_keys = loop.makes_keys
         keeps_keys = first_slot in self.kept
         kept = self.kept[first_slot] if keeps_keys and makes_keys is not True else (None, None)
@@ -84,6 +88,16 @@ class PassContext:
             self.kept[first_slot] = tuple(states)
         return output
 
+    def note_run(self, first_slot: int, loop: Any):
+        """Refuse to run a core layer a second time in a loop: its slot of the cache would be filled twice."""
+        place = first_slot, loop if isinstance(loop, int) else None  # a list: of one loop of each row
+        if place in self.ran:
+            raise ValueError(
+                f"core_pass runs {name_of_loop(loop)} a second time, and the cache has one slot for both: pass "
+                "use_cache=False (exits and drafts need a cache)"
+            )
+        self.ran.add(place)
+
     def of_first_rows(self, count: int) -> "PassContext":
         return self.of_rows(slice(count), count)
 
@@ -113,6 +127,10 @@ class PassContext:
             if isinstance(rows, slice)
             else {i: tuple(x[rows] for x in k) for i, k in self.kept.items()},
         )
+
+
+def name_of_loop(loop: Any) -> str:
+    return f"loop {loop + 1}" if isinstance(loop, int) else "a loop"
 
 
 def context_of_tokens(trunk, ids, rotary, view, masks: dict | None = None) -> PassContext:

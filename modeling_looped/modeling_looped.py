@@ -52,7 +52,7 @@ from .clients import (
 from .compatibility import CACHE, captured, config_defaults, named_cache, one_cache
 from .compiled_blocks import can_have_regions
 from .configuration_looped import READOUTS, LoopedConfig
-from .context import LoopInputs, PassContext
+from .context import LoopInputs, PassContext, name_of_loop
 from .cpu import project
 from .depth import DepthPlan, one_or_rows, plan_depths
 from .exit_watch import SequenceExits, TokenExits
@@ -380,9 +380,9 @@ class LoopedModel(LoopedPreTrainedModel):
                     running = torch.cat([running, state[running.shape[0] : tick.rows]])
                 inputs = running, embedded_rows, tick.loop, tick.depth, context_of_rows
                 if self.checkpoints_loops and self.training and torch.is_grad_enabled():
-                    x = checkpoint(self.core_pass, *inputs, use_reentrant=False)
+                    x = checkpoint(self.one_loop, *inputs, use_reentrant=False)
                 else:
-                    x = self.core_pass(*inputs)
+                    x = self.one_loop(*inputs)
                 if every_loop:
                     states.append(x)
                 if tick.next_rows < tick.rows:
@@ -394,7 +394,7 @@ class LoopedModel(LoopedPreTrainedModel):
     def loop_with_exits(self, embedded, state, plan: DepthPlan, context: PassContext, watch):
         """Return H of every token at its exit; rows that `watch` removes from the batch cost nothing afterwards."""
         for loop in range(plan.max_depth):
-            state = self.core_pass(state, embedded, loop, plan.max_depth, context)
+            state = self.one_loop(state, embedded, loop, plan.max_depth, context)
             state, rows = watch.after_loop(loop + 1, state, context)
             if watch.is_done(loop + 1):
                 break
@@ -410,7 +410,18 @@ class LoopedModel(LoopedPreTrainedModel):
         for loop in range(num_loops):
             context.cache.go_to([loop] * len(embedded))
             state = state if loop == 0 else self.to_next_loop(state)
-            state = self.core_pass(state, embedded, loop, num_loops, context)
+            state = self.one_loop(state, embedded, loop, num_loops, context)
+        return state
+
+    def one_loop(self, state, embedded, loop: Any, depth: int | list[int], context: PassContext):
+        """Run `core_pass`, and refuse one that leaves slots of the cache empty."""
+        before = len(context.ran)
+        state, count = self.core_pass(state, embedded, loop, depth, context), len(context.ran) - before
+        refuse_if(
+            context.cache is not None and count != len(self.core),
+            f"core_pass ran {count} of the {len(self.core)} core layers in {name_of_loop(loop)}, and the cache has a "
+            "slot for each: to leave out a loop, run it and return `state`, or pass use_cache=False",
+        )
         return state
 
     def core_pass(self, state, embedded, loop: Any, depth: int | list[int], context: PassContext):
@@ -440,6 +451,7 @@ class LoopedModel(LoopedPreTrainedModel):
             time=time,
             loop_set=None if sets is None else select_set(loop, sets, device),
             makes_keys=one_or_rows(config.makes_keys, loop, device, 4) if config.shares_keys else True,
+            number=loop,
         )
 
     @property

@@ -65,7 +65,7 @@ class Tokens:
         if (graphs := graphs_of(self.groups)) and (found := graphs.loop(self, loops, state)) is not None:
             return found
         depths = one_or_each([group.engine.limits[row] for group in self.groups for row in group.rows])
-        return self.trunk.core_pass(state, self.embedded, one_or_each(loops), depths, self.context(loops))
+        return self.trunk.one_loop(state, self.embedded, one_or_each(loops), depths, self.context(loops))
 
     def run_all_loops(self, num_loops: int) -> torch.Tensor:
         """Run all loops, which the tokens begin and end together: from h_0 to H of the last loop."""

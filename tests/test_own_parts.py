@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 from functools import partial
+from types import MethodType
 from typing import get_args
 
 import pytest
@@ -608,3 +609,74 @@ def test_a_criterion_says_its_least_score(monkeypatch):
     model, ids = tiny_model(num_loops=3), random_ids(1, 7)
     loops = model(ids, exit_rule=ExitRule("log_probability", -1e9)).token_loops
     assert loops.eq(1).all()
+
+
+WAYS_WITH_A_CACHE = {
+    "plain": lambda model, ids: model(ids),
+    "exits of a pass": lambda model, ids: model(ids, exit_rule=ExitRule("max_prob", 0.9), use_cache=False),
+    "generate": lambda model, ids: generated(model, ids),
+    "static": lambda model, ids: generated(model, ids, cache_implementation="static"),
+    "exits": lambda model, ids: generated(model, ids, exit_criterion="kl", exit_threshold=0.0),
+    "drafts": lambda model, ids: generated(model, ids, draft_loops=2),
+    "shared": lambda model, ids: shared(model, ids),
+}
+
+
+def generated(model, ids, **options):
+    mask = torch.ones_like(ids)
+    return model.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False, eos_token_id=None, **options)
+
+
+def shared(model, ids):
+    with SharedPasses(model, max_rows=2) as passes:
+        return generated(passes, ids)
+
+
+def change_loop_two(trunk, change):
+    def core_pass(self, state, embedded, loop, depth, context):
+        run = partial(type(self).core_pass, self, embedded=embedded, loop=loop, depth=depth, context=context)
+        return change(run, state, one_or_rows(lambda t: t == 1, loop, state.device, 3))
+
+    trunk.core_pass = MethodType(core_pass, trunk)
+
+
+def repeat(run, state, is_second):
+    return run(run(state)) if torch.as_tensor(is_second).any() else run(state)
+
+
+def skip(run, state, is_second):
+    return state if torch.as_tensor(is_second).any() else run(state)
+
+
+def run_and_discard(run, state, is_second):
+    return torch.where(torch.as_tensor(is_second), state, run(state))
+
+
+@pytest.mark.parametrize("way", WAYS_WITH_A_CACHE)
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [(repeat, "runs loop 2 a second time, and"), (skip, "ran 0 of the 2 core layers in loop 2, and the cache has a")],
+)
+def test_a_loop_that_leaves_the_cache_wrong_is_refused(way, change, message):
+    model = tiny_model(num_loops=4, num_core_layers=2)
+    change_loop_two(model.model, change)
+    with pytest.raises(ValueError, match=message):
+        WAYS_WITH_A_CACHE[way](model, random_ids(2, 7))
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize(("change", "loops"), [(repeat, 5), (skip, 3)])
+def test_a_loop_can_be_repeated_or_left_out_without_a_cache(implementation, change, loops):
+    model, ids = tiny_model(num_loops=4, num_core_layers=2, attn_implementation=implementation), random_ids(2, 7)
+    wanted, text = model(ids, num_loops=loops).logits, generated(model, ids, num_loops=loops)
+    change_loop_two(model.model, change)
+    torch.testing.assert_close(model(ids, use_cache=False).logits, wanted)
+    assert torch.equal(generated(model, ids, use_cache=False), text)
+
+
+@pytest.mark.parametrize("way", ["generate", "static", "drafts", "shared"])
+def test_a_loop_is_left_out_with_a_cache_if_it_runs(way):
+    model, ids = tiny_model(num_loops=4, num_core_layers=2), random_ids(2, 7)
+    text = generated(model, ids, num_loops=3)
+    change_loop_two(model.model, run_and_discard)
+    assert torch.equal(WAYS_WITH_A_CACHE[way](model, ids), text)
