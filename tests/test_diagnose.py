@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from looped_eval.common.hooks import rewritten_states, trace
-from looped_eval.diagnose import dynamics, readout_probes
+from looped_eval.diagnose import dynamics, figures, readout_probes, sentences
 from looped_eval.diagnose.growth import loop_cosine
 from looped_eval.diagnose.premises import premises
 from looped_eval.diagnose.transfer import lr_transfer
@@ -393,6 +393,17 @@ def test_gradient_norms_are_those_of_autograd_before_clipping():
     assert result["loss"][0] != result["loss"][2]
     with pytest.raises(ValueError, match="no block 'model.core.9.mlp'.*lm_head"):
         dynamics.gradient_norms(model, BATCH, blocks=["model.core.9.mlp"])
+
+
+def test_a_block_without_gradients_has_no_norm_of_zero():
+    model = tiny_model()
+    model.lm_head.requires_grad_(False)
+    result = dynamics.gradient_norms(model, BATCH, blocks=["lm_head", "model.core.1.mlp"], steps=3)
+    head, mlp = result["blocks"].values()
+    assert head["norm"] == [None] * 3 and head["mean"] is head["max"] is head["oscillation"] is None
+    assert head["why"].startswith("no gradient reached this block: it is frozen") and min(mlp["norm"]) > 0
+    assert all("nan" not in chart.svg() for chart in figures.gradient_norms(result))
+    assert "most in layer 2, MLP" in sentences.gradient_norms(result)
 
 
 # All of them

@@ -253,11 +253,15 @@ def gradient_norms(
         loss.backward()
         losses.append(loss.item())
         for name, module in watched.items():
-            norms[name].append(gradient_norm(module) or 0.0)
+            norms[name].append(gradient_norm(module))
         optimizer.step()
         optimizer.zero_grad()
     result = {"step": list(range(steps)), "loss": losses, "lr": lr, "blocks": {}}
     for name, series in norms.items():
+        if None in series:
+            why = "no gradient reached this block: it is frozen, or a replaced method runs the model, not its copy"
+            result["blocks"][name] = {"norm": series, "mean": None, "max": None, "oscillation": None, "why": why}
+            continue
         result["blocks"][name] = {"norm": series, "mean": sum(series) / steps, "max": max(series)}
         try:
             result["blocks"][name]["oscillation"] = oscillation(series)

@@ -79,7 +79,7 @@ def gradient_norms(result: dict) -> str:
         name: block["oscillation"] for name, block in result["blocks"].items() if block["oscillation"] is not None
     }
     if not known:
-        return "The gradients are zero or not finite."
+        return "The gradients are zero, missing or not finite."
     worst = max(known, key=known.get)
     factor = math.exp(known[worst])
     return f"From step to step gradients typically change by a factor of {factor:.2f}, most in {layer_name(worst)}."
