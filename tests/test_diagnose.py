@@ -3,12 +3,13 @@
 import copy
 import json
 import math
+from types import MethodType
 
 import pytest
 import torch
 from torch import nn
 
-from looped_eval.common.hooks import rewritten_states, trace
+from looped_eval.common.hooks import last_state, rewritten_states, trace
 from looped_eval.diagnose import dynamics, figures, readout_probes, sentences
 from looped_eval.diagnose.growth import loop_cosine
 from looped_eval.diagnose.premises import premises
@@ -36,6 +37,25 @@ def test_linear_loop_norms_and_changes():
     start, injected, after_block = moves["stage_norms"][2]
     assert start == pytest.approx(expected[2], rel=1e-6) and injected == pytest.approx(expected[3], rel=1e-6)
     assert after_block == pytest.approx(injected)
+
+
+def test_measures_see_the_states_of_a_replaced_core_pass():
+    model, seen = tiny_model(num_loops=4), []
+
+    def core_pass(self, state, embedded, loop, depth, context):
+        after = type(self).core_pass(self, state, embedded, loop, depth, context)
+        return after + 9 if loop == 1 else after
+
+    plain = trace(model, BATCH, 4).states
+    model.model.core_pass = replacement = MethodType(core_pass, model.model)
+    expected = model(**BATCH, num_loops=4, output_loop_hidden_states=True).loop_hidden_states
+    assert not torch.allclose(expected[1], plain[1], atol=8)
+    assert all(map(torch.equal, trace(model, BATCH, 4).states, expected))
+    with rewritten_states(model, lambda loop, h: seen.append((loop, h)) or h), last_state(model) as last:
+        model(**BATCH, num_loops=4)
+    assert [loop for loop, _ in seen] == [1, 2, 3, 4] and torch.equal(last[0], expected[-1])
+    assert all(torch.equal(h, wanted) for (_, h), wanted in zip(seen, expected))
+    assert vars(model.model)["core_pass"] is replacement
 
 
 def test_linear_loop_spectrum_and_expansion():

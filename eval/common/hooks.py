@@ -1,8 +1,9 @@
-"""Records or replaces states inside a forward pass, by hooks on the modules."""
+"""Records or replaces states inside a forward pass, by hooks on the modules and around the loops."""
 
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -26,6 +27,21 @@ def hooks(*handles):
         yield
 
 
+@contextmanager
+def around_loops(model, run: Callable):
+    """Run every loop by `run(core_pass, state, embedded, loop, depth, context)`, which returns H. Unlike hooks on
+    modules, it sees what a replaced `core_pass` returns."""
+    trunk = model.model
+    core_pass, replaced = trunk.core_pass, vars(trunk).get("core_pass")
+    trunk.core_pass = partial(run, core_pass)
+    try:
+        yield
+    finally:
+        del trunk.core_pass
+        if replaced is not None:
+            trunk.core_pass = replaced
+
+
 @dataclass
 class Trace:
     """States of one pass at one depth, [batch, length, d] each."""
@@ -33,11 +49,7 @@ class Trace:
     embedded: list[torch.Tensor] = field(default_factory=list)  # embedding, after each prelude layer, e
     entering: list[torch.Tensor] = field(default_factory=list)  # h_t, the input of each loop
     stages: list[list[torch.Tensor]] = field(default_factory=list)  # per loop: after injection, layers, gate
-
-    @property
-    def states(self) -> list[torch.Tensor]:
-        """H_k after every loop."""
-        return [stages[-1] for stages in self.stages]
+    states: list[torch.Tensor] = field(default_factory=list)  # H_k after every loop
 
     @property
     def trajectory(self) -> list[torch.Tensor]:
@@ -49,13 +61,15 @@ def trace(model, batch: dict, num_loops: int | None = None) -> Trace:
     """Record one pass of a causal LM. Works also if the first loops of a deeper pass are not a shallower pass."""
     base, seen = model.model, Trace()
 
-    def enters(_, arguments):
-        seen.entering.append(arguments[0].detach())
-        if len(seen.entering) == 1:
-            seen.embedded.append(arguments[1].detach())
+    def run(core_pass, state, embedded, *inputs):
+        if not seen.entering:
+            seen.embedded.append(embedded.detach())
+        seen.entering.append(state.detach())
+        after = core_pass(state, embedded, *inputs)
+        seen.states.append(after.detach())
+        return after
 
-    handles = [base.injection.register_forward_pre_hook(enters)]
-    handles.append(base.core[0].register_forward_pre_hook(lambda _, a: seen.stages.append([a[0].detach()])))
+    handles = [base.core[0].register_forward_pre_hook(lambda _, a: seen.stages.append([a[0].detach()]))]
 
     def leaves(_, arguments, output):  # a tuple also holds keys and values that loops share
         seen.stages[-1].append((output[0] if isinstance(output, tuple) else output).detach())
@@ -66,7 +80,7 @@ def trace(model, batch: dict, num_loops: int | None = None) -> Trace:
         handles.append(base.prelude[0].register_forward_pre_hook(lambda _, a: seen.embedded.append(a[0].detach())))
     for block in base.prelude:
         handles.append(block.register_forward_hook(lambda _, a, output: seen.embedded.append(output.detach())))
-    with hooks(*handles), evaluating(model), torch.no_grad():
+    with hooks(*handles), around_loops(model, run), evaluating(model), torch.no_grad():
         base(**batch, num_loops=num_loops, use_cache=False)
     return seen
 
@@ -75,26 +89,23 @@ def trace(model, batch: dict, num_loops: int | None = None) -> Trace:
 def last_state(model):
     """Yield a list that holds H after the last loop of the pass run inside."""
     kept = [None]
-    with hooks(model.model.end_of_loop.register_forward_hook(lambda _, a, output: kept.__setitem__(0, output))):
+
+    def run(core_pass, *inputs):
+        kept[0] = core_pass(*inputs)
+        return kept[0]
+
+    with around_loops(model, run):
         yield kept
 
 
 @contextmanager
 def rewritten_states(model, rewrite: Callable[[int, torch.Tensor], torch.Tensor]):
     """Replace H by `rewrite(loop, H)` before readouts and later loops see it; loops count from 1."""
-    loop = 0
 
-    def start(*_):
-        nonlocal loop
-        loop = 0
+    def run(core_pass, state, embedded, loop, *inputs):
+        return rewrite(loop + 1, core_pass(state, embedded, loop, *inputs))
 
-    def replace(_, arguments, output):
-        nonlocal loop
-        loop += 1
-        return rewrite(loop, output)
-
-    base = model.model
-    with hooks(base.register_forward_pre_hook(start), base.end_of_loop.register_forward_hook(replace)):
+    with around_loops(model, run):
         yield
 
 
