@@ -320,6 +320,59 @@ def test_maps_and_states_of_every_block_call(system, num_loops):
             assert torch.equal(outputs.hidden_states[position], state)
 
 
+@pytest.mark.parametrize("system", ["windows", "huginn", "plain"])
+def test_where_states_maps_and_keys_of_a_layer_in_a_loop_are_found(system):
+    """As the table of docs/diagnose.md says."""
+    model = build(system, num_core_layers=2, num_loops=3)
+    config, trunk, ran, of_sites = model.config, model.model, [], {}
+    before, core, after = config.num_prelude_layers, config.num_core_layers, config.num_coda_layers
+    sites = [before + after + (k - 1) * core + j for k in range(1, 4) for j in range(core)]
+    sites = [*range(before), *sites, *range(before, before + after)]  # by order of execution
+    for block in (*trunk.prelude, *trunk.core, *trunk.coda):
+        block.register_forward_hook(lambda _, a, output: ran.append(output))
+    for i, site in enumerate(trunk.attention_sites):
+        site.register_forward_hook(lambda _, a, output, i=i: of_sites.update({i: (output[1], a[1])}))
+    with attention(model, "eager"):
+        kinds = {"output_hidden_states": True, "output_attentions": True}
+        outputs = model(random_ids(2, 5), use_cache=True, output_loop_hidden_states=True, **kinds)
+        every = model(random_ids(2, 5), output_loop_logits=True, **kinds)
+    assert len(ran) == 2 * len(outputs.attentions) + (2 * after)  # the coda ran after every loop of the second pass
+    for i, site in enumerate(sites):
+        assert torch.equal(outputs.attentions[i], of_sites[site][0])
+        if config.sliding_window is None:
+            assert torch.equal(outputs.cache.layers[site].keys, of_sites[site][1])
+        if i < len(sites) - 1:
+            assert torch.equal(outputs.hidden_states[i + 1], ran[i])
+    for k, state in enumerate(outputs.loop_hidden_states, start=1):
+        last = before + k * core
+        assert torch.equal(outputs.hidden_states[last], state) == (last < len(sites))  # else it is normed
+    assert torch.equal(every.hidden_states[-1], outputs.hidden_states[-1])
+    assert list(map(len, (every.hidden_states, every.attentions))) == [len(sites) + 1, len(sites)]
+
+
+def test_the_site_that_a_layer_gets_tells_its_loop():
+    """Also where gradient checkpointing computes it again, and beyond the depth of the config."""
+    model, seen, ids = build("windows", num_loops=2), [], random_ids(2, 5)
+
+    def in_the_second_loop(_, args, kwargs, output):
+        _, loop = model.config.split_slot(kwargs["site"].layer_idx)
+        seen.append(loop)
+        return (3 * output[0], *output[1:]) if loop == 1 else output
+
+    model.model.core[0].self_attn.register_forward_hook(in_the_second_loop, with_kwargs=True)
+
+    def gradients():
+        seen.clear()
+        return torch.autograd.grad(model(ids, labels=ids, num_loops=3).loss, list(model.parameters()))
+
+    model.train()
+    expected = gradients()
+    assert seen == [0, 1, 2]
+    model.gradient_checkpointing_enable()
+    torch.testing.assert_close(gradients(), expected)
+    assert seen == [0, 1, 2, 2, 1, 0]
+
+
 # Half precision
 
 

@@ -1,6 +1,7 @@
 """What the README and the other pages say is so: code runs, counts are those of the models, commands, paths and links
 exist, and headline numbers are those of results/."""
 
+import copy
 import json
 import re
 import subprocess
@@ -98,6 +99,10 @@ def test_code_runs(page, folder_of_models, monkeypatch):
         del CRITERIA[name]
     if "model" in names:
         assert names["model"].config.model_type == "looped"
+    if page == "docs/diagnose.md":
+        same = copy.deepcopy(names["model"])
+        assert same.model.core_pass.__self__ is same.model
+        names["model"].bfloat16()(torch.tensor([[5, 6, 7]]))
     if page == "docs/train.md":
         assert torch.isfinite(names["outputs"].loss)
         assert load_from_disk("mixed")["text"]
