@@ -7,6 +7,7 @@ import shutil
 import sqlite3
 import subprocess
 import sys
+from dataclasses import astuple
 from functools import partial
 from pathlib import Path
 
@@ -17,7 +18,7 @@ import transformers
 import yaml
 from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
-from lm_eval.api.model import CachingLM
+from lm_eval.api.model import CachingLM, hash_args
 from lm_eval.config.evaluate_config import EvaluatorConfig
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
@@ -25,6 +26,7 @@ from lm_eval.tasks import TaskManager
 from looped_eval.harness import command as harness
 from looped_eval.harness.looped_lm import LoopedLM
 from looped_recipes.common.command_line import parse_depths
+from modeling_looped.exit_criteria import ExitRule
 from tests.helpers import tiny_tokenizer
 from tests.helpers_harness import save_model_and_tokenizer, task_configs, task_documents, words
 from tests.helpers_processes import run_clean
@@ -351,9 +353,9 @@ def question(context: str, continuation: str) -> Instance:
 @pytest.mark.parametrize(
     "criterion,threshold", [("max_prob", 0.3), ("entropy_diff", 0.2), ("latent_diff", 0.5), ("gate", 0.7)]
 )
-def test_exits_of_scored_tokens(tmp_path, criterion, threshold):
+def test_exits_chosen_after_all_loops(tmp_path, criterion, threshold):
     folder = save_model_and_tokenizer(tmp_path, exit_gate="normed", loop_loss="exit_weighted", num_loops=6)
-    arguments = {"exit_criterion": criterion, "exit_threshold": threshold, "min_loops": 2}
+    arguments = {"exit_criterion": criterion, "exit_threshold": threshold, "min_loops": 2, "exit_selection": "after"}
     lm = LoopedLM(folder, num_loops=[3, 6], batch_size=2, device="cpu", **arguments)
     asked = [question("a b c d", " e f g h i"), question("c", " d d a e")]
     found = {depth: (lm.at(depth).loglikelihood(asked, disable_tqdm=True), lm.mean_loops) for depth in (3, 6)}
@@ -391,10 +393,78 @@ def test_exits_of_scored_tokens(tmp_path, criterion, threshold):
     assert len(set(all_loops[6])) > 1, "all tokens exit alike: the threshold tests nothing"
 
 
+CODA = {"num_prelude_layers": 1, "num_coda_layers": 1}
+
+
+@pytest.mark.parametrize("fields,criterion,threshold", [
+    ({}, "max_prob", 0.15), ({}, "latent_diff", 0.5), (CODA, "entropy_diff", 0.2), (CODA, "gate", 0.7)
+])  # fmt: skip
+@pytest.mark.parametrize("padding_side", ["left", "right"])
+@pytest.mark.some(4)
+def test_scored_rows_exit_as_in_passes_of_one_row(tmp_path, padding_side, fields, criterion, threshold):
+    fields = {"exit_gate": "normed", "loop_loss": "exit_weighted", "num_loops": 6, **fields}
+    folder = save_model_and_tokenizer(tmp_path, padding_side, **fields)
+    arguments = {"exit_criterion": criterion, "exit_threshold": threshold, "min_loops": 2}
+    asked = [("a b c d", " e f g h i"), ("c", " d d a e"), ("c", " d d a"), ("e f", " g")]
+    asked = [question(*texts) for texts in asked]
+    lm, after = (
+        LoopedLM(folder, num_loops=[3, 6], batch_size=3, device="cpu", exit_selection=selection, **arguments)
+        for selection in ("stop", "after")
+    )
+    for depth in (3, 6):
+        found, sums, greedy, loops = lm.at(depth).loglikelihood(asked, disable_tqdm=True), [], [], []
+        for request in asked:
+            ids = torch.tensor(lm.tokenizer("".join(request.args))["input_ids"])
+            first = len(lm.tokenizer(request.args[0])["input_ids"]) - 1
+            rule = ExitRule(criterion, threshold, min_loops=2)
+            with torch.no_grad():
+                outputs = lm.model(ids[None, :-1], num_loops=depth, exit_rule=rule)
+            log_p, targets = outputs.logits[0, first:].double().log_softmax(-1), ids[first + 1 :]
+            sums.append(sum(row[token].item() for row, token in zip(log_p, targets)))
+            greedy.append(log_p.argmax(-1).equal(targets))
+            loops += outputs.token_loops[0, first:].tolist()
+        assert [value for value, _ in found] == pytest.approx(sums, rel=1e-5)
+        assert [is_greedy for _, is_greedy in found] == greedy
+        assert lm.mean_loops == pytest.approx(sum(loops) / len(loops))
+        others = after.at(depth).loglikelihood(asked, disable_tqdm=True)
+        assert max(abs(one - other) for (one, _), (other, _) in zip(found, others)) > 1e-3
+    assert len(set(loops)) > 1, "all tokens exit alike: the threshold tests nothing"
+
+
+def test_kept_answers_are_of_one_way_to_exit(model, tmp_path, monkeypatch):
+    exits = {"exit_criterion": "max_prob", "exit_threshold": 0.15, "num_loops": 4, "device": "cpu"}
+    asked = [question("a b c d", " e f g"), question("c", " d a")]
+
+    def answers(selection, **where):
+        lm = LoopedLM(model, exit_selection=selection, **exits, **where)
+        return lm.loglikelihood(asked, True), lm.generate_until([asked_to_write("a b c")], True)
+
+    fresh = {selection: answers(selection) for selection in ("stop", "after")}
+    assert all(one != other for one, other in zip(*fresh.values()))
+    for _ in range(2):
+        for selection in ("after", "stop"):
+            assert answers(selection, answers=str(tmp_path / "answers")) == fresh[selection]
+        monkeypatch.setattr(LoopedLM, "score_tokens", lambda *_: pytest.fail("scored again"))
+        monkeypatch.setattr(LoopedLM, "_model_generate", lambda *_, **__: pytest.fail("generated again"))
+
+
+def test_answers_chosen_after_all_loops_by_earlier_versions_are_not_recalled(model, tmp_path):
+    """Their keys had the fields of the rule as a tuple, with selection="stop"."""
+    arguments = {"num_loops": 4, "device": "cpu", "exit_criterion": "max_prob", "exit_threshold": 0.3}
+    lm = LoopedLM(model, answers=str(tmp_path / "answers"), **arguments)
+    asked = question("a b", " c")
+    lm._forget_if_changed()
+    key = [lm.config._name_or_path, *lm._state_of_model, lm._present, 4, astuple(lm.rule), *asked.args]
+    lm.answers[hash_args("loglikelihood", key)] = (7.0, False), 1, 1
+    (found,) = lm.loglikelihood([asked], disable_tqdm=True)
+    assert found[0] < 0
+
+
 def test_exits_in_texts_longer_than_the_window(model):
     """A text of 70 words is scored in two windows; the second reaches back as far as 64 positions allow."""
     text = words(random.Random(1), 70)
-    lm = LoopedLM(model, num_loops=[4], batch_size=2, device="cpu", exit_criterion="max_prob", exit_threshold=0.3)
+    exits = {"exit_criterion": "max_prob", "exit_threshold": 0.3, "exit_selection": "after"}
+    lm = LoopedLM(model, num_loops=[4], batch_size=2, device="cpu", **exits)
     (found,) = lm.loglikelihood_rolling([Instance("loglikelihood_rolling", {}, (text,), 0, ("", 0, 1))], True)
     ids = [lm.tokenizer.bos_token_id, *lm.tokenizer(text, add_special_tokens=False)["input_ids"]]
     total, loops = 0.0, []
@@ -427,8 +497,9 @@ def test_thresholds_that_are_always_or_never_reached(model, manager, expected):
         assert found["config"]["mean_loops"] == depth
 
 
-def test_exits_of_generated_tokens(model):
-    arguments = {"exit_criterion": "max_prob", "exit_threshold": 0.3, "min_loops": 2}
+@pytest.mark.parametrize("selection,fewest", [("stop", 2), ("after", 4)])
+def test_exits_of_generated_tokens(model, selection, fewest):
+    arguments = {"exit_criterion": "max_prob", "exit_threshold": 0.2, "min_loops": 2, "exit_selection": selection}
     lm = LoopedLM(model, num_loops=4, batch_size=2, device="cpu", **arguments)
     prompts = ["a b c d", "e", "f g"]
     wishes = {"until": [], "max_gen_toks": 5}
@@ -442,7 +513,7 @@ def test_exits_of_generated_tokens(model):
         assert text == lm.tokenizer.decode(outputs.sequences[0, ids.shape[1] :], skip_special_tokens=True)
         loops += [taken for taken in outputs.token_loops[0].tolist() if taken]
     assert lm.mean_loops == pytest.approx(sum(loops) / len(loops))
-    assert 2 <= min(loops) < max(loops) == 4
+    assert (min(loops), max(loops)) == (fewest, 4)
 
 
 def asked_to_write(prompt: str, **wishes) -> Instance:
@@ -892,6 +963,8 @@ def refused(message: str, monkeypatch, tasks, model_args: str, *arguments: str, 
     ("exit_criterion=gate", "needs a model with an exit gate"),
     ("exit_criterion=max_prob", "pass exit_threshold"),
     ("exit_threshold=0.5", "go with an exit_criterion"),
+    ("exit_selection=after", "go with an exit_criterion"),
+    ("exit_criterion=kl,exit_selection=weighted", "exit_selection='weighted' cannot be evaluated: 'stop' ends"),
     ("num_loops=2,exit_criterion=max_prob,exit_threshold=0.5,min_loops=3", "min_loops=3 is more than"),
 ])  # fmt: skip
 def test_arguments_that_mean_nothing(model, tasks, monkeypatch, arguments, message):

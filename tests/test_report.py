@@ -376,6 +376,7 @@ def test_results_of_other_settings_are_curves_of_their_own(tmp_path):
     save_results(run / "eval/results_2.json", 1.0, {**config, "num_loops": 2, "limit": 3.0}, **trial)
     exits = {"num_loops": 2, "exit_criterion": "kl", "exit_threshold": 0.5, "min_loops": 1}
     save_results(run / "eval/results_3.json", 0.0, {**config, **exits}, **whole)
+    save_results(run / "eval/results_5.json", 0.125, {**config, **exits, "exit_selection": "stop"}, **whole)
     save_results(run / "eval/results_4.json", 0.5, {**config, "num_loops": 2}, **whole, chat_template="{{ turns }}")
     found, _, _ = results_of(RunFolder(run, "first"))
     assert found["hop acc"] == {
@@ -383,6 +384,7 @@ def test_results_of_other_settings_are_curves_of_their_own(tmp_path):
         "24 questions, with a chat template, no exits": {2: (0.5, 0.01)},
         "3 questions, no exits": {2: (1.0, 0.01)},
         "24 questions, exit_criterion=kl exit_threshold=0.5 min_loops=1": {2: (0.0, 0.01)},
+        "24 questions, exit_criterion=kl exit_threshold=0.5 min_loops=1 exit_selection=stop": {2: (0.125, 0.01)},
     }
     cells = page_of(run).cells
     assert "first, 24 questions, no exits" in cells and "first, 3 questions, no exits" in cells

@@ -4,16 +4,17 @@ At the first depth that lm-eval evaluates, a request is scored for all depths; t
 lm-eval evaluates one depth after another as usual, but the model runs once. Texts are generated anew at each depth.
 An answer is recalled only while weights, adapters, configs and tokenizer are those that gave it.
 
-With an exit criterion, a scored token takes its logits from the loop at which it exits, or from the evaluated depth if
-that comes first. All logits come from the one pass, in which every token runs all loops. Only `generate` saves
-compute, and only there do later tokens attend to the keys and values that a token had at its exit.
+With an exit criterion, every token of a scored row, also of its context, stops at its exit, as with the `exit_rule` of
+a pass: later tokens attend to the keys and values that it had there. That takes a pass for each depth. With
+exit_selection="after" all tokens run all loops in the one pass, and a scored token takes its logits from the loop at
+which it would have exited, or from the evaluated depth if that comes first.
 """
 
 import json
 import logging
 from bisect import bisect_left
 from collections import defaultdict
-from dataclasses import astuple
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -68,6 +69,7 @@ class LoopedLM(HFLM):
         exit_criterion: str | None = None,
         exit_threshold: float | None = None,
         min_loops: int = 1,
+        exit_selection: str = "stop",
         answers: str | None = None,
         state_seed: int | None = None,
         revision: str = "main",
@@ -77,7 +79,7 @@ class LoopedLM(HFLM):
         """Take the arguments of `HFLM`, and:
 
         num_loops: depths, such as 4 or 1..4; by default the model's `num_loops`.
-        exit_criterion, exit_threshold, min_loops: as in `generate`.
+        exit_criterion, exit_threshold, min_loops, exit_selection: as in `generate`; but a scored context exits, too.
         answers: file that stores answers, one for each process, written after every batch. An answer is recalled
             only for the same weights, classes of modules, config, tokenizer and adapter, whether `pretrained` is a
             folder or a model, and the same arguments, except those in `CHANGE_NO_ANSWER`.
@@ -93,6 +95,7 @@ class LoopedLM(HFLM):
             exit_criterion,
             exit_threshold,
             min_loops,
+            exit_selection,
             revision,
             kwargs.get("trust_remote_code", False),
         )
@@ -166,7 +169,8 @@ class LoopedLM(HFLM):
         info = {**super().get_model_info(), "num_loops": self.depth}
         if self.rule is not None:
             rule = {"exit_criterion": self.rule.name, "exit_threshold": self.rule.threshold}
-            info |= {**rule, "min_loops": self.rule.min_loops, "mean_loops": self.mean_loops}
+            rule |= {"min_loops": self.rule.min_loops, "exit_selection": self.rule.selection}
+            info |= {**rule, "mean_loops": self.mean_loops}
         return info
 
     @property
@@ -227,7 +231,8 @@ class LoopedLM(HFLM):
 
     def _key(self, kind: str, arguments, depth: int) -> str:
         model = [str(self.config._name_or_path), *self._state_of_model, self._present]
-        rule = None if self.rule is None else astuple(self.rule)
+        # not as a tuple: under such keys, files of earlier versions hold answers that chose their loops afterwards
+        rule = None if self.rule is None else str(self.rule)
         return hash_args(kind, [*model, depth, rule, *self._seeded(), *arguments])
 
     def _seeded(self) -> list:
@@ -361,7 +366,7 @@ class LoopedLM(HFLM):
         for chunk in chunks:
             tokens = self._tokens_of(chunk, requests)
             with self.autocast():
-                scores = self._from_losses(tokens) if self._keeps_no_logits(is_text) else self._from_logits(tokens)
+                scores = self._way_to_score(is_text)(tokens)
             sums.index_add_(2, tokens.owners, scores.double().cpu())
             numbers = [number for group in chunk for number in group]
             if keep is not None:
@@ -376,8 +381,10 @@ class LoopedLM(HFLM):
             self.device.type, self.mixed_precision_dtype, enabled=self.mixed_precision_dtype is not None
         )
 
-    def _keeps_no_logits(self, is_text: bool) -> bool:
-        return is_text and self.rule is None and len(self.depths) > 1
+    def _way_to_score(self, is_text: bool) -> Callable[["ScoredTokens"], torch.Tensor]:
+        if self.rule is not None and self.rule.selection == "stop":
+            return self._from_exits
+        return self._from_losses if is_text and self.rule is None and len(self.depths) > 1 else self._from_logits
 
     def _tokens_of(self, chunk: list[list[int]], requests) -> "ScoredTokens":
         """Return the rows of a chunk, padded right, and the positions at which they predict the continuations."""
@@ -419,9 +426,7 @@ class LoopedLM(HFLM):
         return torch.stack([log_p, torch.zeros_like(log_p), depths[:, None].expand_as(log_p)], dim=1)
 
     def _from_logits(self, tokens: "ScoredTokens") -> torch.Tensor:
-        """Return [depths, 3, tokens] from the logits after every loop, read only where continuations are predicted.
-
-        Their logarithms are taken in float32 at least, as in the cross-entropy, unless `softmax_dtype` is given."""
+        """Return [depths, 3, tokens] from the logits after every loop, read only where continuations are predicted."""
         length = tokens.input_ids.shape[1]
         asked, answers = (tokens.rows * length + tokens.places).unique(return_inverse=True)  # choices may share them
         every_loop = self._reads_every_loop
@@ -434,8 +439,7 @@ class LoopedLM(HFLM):
             states = states.flatten(0, 1)[asked][None]  # [1, positions, width]
             logits = self.model.logits_after_loop(states, loop - 1) if every_loop else self.model.logits(states)
             logits = logits[0, answers]  # [tokens, vocabulary]
-            dtype = self.softmax_dtype or torch.promote_types(logits.dtype, torch.float32)
-            log_p.append(F.log_softmax(logits, dim=-1, dtype=dtype).gather(-1, tokens.targets[:, None])[:, 0])
+            log_p.append(self._log_p(logits, tokens.targets))
             misses.append(logits.argmax(-1) != tokens.targets)
             if self.rule is not None:
                 seen = outputs.loop_hidden_states
@@ -444,6 +448,29 @@ class LoopedLM(HFLM):
         chosen = taken - 1 if every_loop else torch.zeros_like(taken)
         log_p, misses = (torch.stack(of_loops).gather(0, chosen) for of_loops in (log_p, misses))
         return torch.stack([log_p.double(), misses.double(), taken.double()], dim=1)
+
+    def _from_exits(self, tokens: "ScoredTokens") -> torch.Tensor:
+        """Return [depths, 3, tokens] from a pass for each depth, in which every token stops at its exit."""
+        kept, places = tokens.places.unique(return_inverse=True)
+        of_depths = []
+        for depth in self.depths:
+            outputs = self.model(
+                tokens.input_ids,
+                num_loops=depth,
+                exit_rule=self.rule,
+                initial_state=tokens.initial_state,
+                logits_to_keep=kept,
+                use_cache=False,
+            )
+            logits = outputs.logits[tokens.rows, places]  # [tokens, vocabulary]
+            misses, loops = logits.argmax(-1) != tokens.targets, outputs.token_loops[tokens.rows, tokens.places]
+            of_depths.append(torch.stack([self._log_p(logits, tokens.targets).double(), misses, loops]))
+        return torch.stack(of_depths)
+
+    def _log_p(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Return log-probabilities, in float32 at least, as in the cross-entropy, unless `softmax_dtype` is given."""
+        dtype = self.softmax_dtype or torch.promote_types(logits.dtype, torch.float32)
+        return F.log_softmax(logits, dim=-1, dtype=dtype).gather(-1, targets[:, None])[:, 0]
 
     @property
     def _reads_every_loop(self) -> bool:
@@ -480,6 +507,7 @@ class LoopedLM(HFLM):
             exit_criterion=self.rule.name,
             exit_threshold=self.rule.threshold,
             min_loops=self.rule.min_loops,
+            exit_selection=self.rule.selection,
             return_dict_in_generate=True,
             **generation_kwargs,
         )

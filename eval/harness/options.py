@@ -9,6 +9,9 @@
                                latent_diff, cosine, argmax_stability or gate; the mean loops are reported
     exit_threshold=0.01        of the criterion; default: the published one, where there is one
     min_loops=2                the fewest loops of a token; default: 1
+    exit_selection=after       all tokens run all loops, and only the loop from which an answer's token is read is that
+                               of its exit: one pass for all depths, but no compute is saved. default: stop, a token's
+                               loops end at its exit, in the context too, as with the exit_rule of a pass
     state_seed=0               draws the first state of models that start from noise; default: zeros
     dtype=bfloat16             and all that lm-eval's model `hf` takes
 --num-loops 1..8               depths

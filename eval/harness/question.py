@@ -43,6 +43,7 @@ def check_question(
     exit_criterion=None,
     exit_threshold=None,
     min_loops: int = 1,
+    exit_selection: str = "stop",
     revision: str = "main",
     trust_remote_code: bool = False,
 ) -> Question:
@@ -80,9 +81,16 @@ def check_question(
             "shallower run, so these depths cannot share a pass: evaluate one depth at a time"
         )
     if exit_criterion is None:
-        if exit_threshold is not None or min_loops != 1:
+        if exit_threshold is not None or min_loops != 1 or exit_selection != "stop":
             raise ValueError(
-                "exit_threshold and min_loops go with an exit_criterion, e.g. exit_criterion=logit_margin"
+                "exit_threshold, min_loops and exit_selection go with an exit_criterion, e.g. "
+                "exit_criterion=logit_margin"
             )
         return Question(depths, None)
-    return Question(depths, ExitRule(exit_criterion, exit_threshold, min_loops).checked(config, depths[0]))
+    if exit_selection not in ("stop", "after"):
+        raise ValueError(
+            f"exit_selection={exit_selection!r} cannot be evaluated: 'stop' ends a token's loops at its exit, 'after' "
+            "runs them all and then chooses which to read out"
+        )
+    rule = ExitRule(exit_criterion, exit_threshold, min_loops, selection=exit_selection)
+    return Question(depths, rule.checked(config, depths[0]))

@@ -17,8 +17,8 @@ from .about import depth_table, missing, number
 
 
 TOLD_APART = {  # model arguments that are read from other fields of the results, or that change no result
-    "pretrained", "num_loops", "exit_criterion", "exit_threshold", "min_loops", "dtype", "device", "batch_size",
-    "max_batch_size", "logits_cache", "answers", "trust_remote_code", "parallelize",
+    "pretrained", "num_loops", "exit_criterion", "exit_threshold", "min_loops", "exit_selection", "dtype", "device",
+    "batch_size", "max_batch_size", "logits_cache", "answers", "trust_remote_code", "parallelize",
 }  # fmt: skip
 
 
@@ -72,7 +72,8 @@ def setting_of(task: str, content: dict) -> tuple[str, ...]:
     arguments = arguments_of(config)
     num_questions = ((content.get("n-samples") or {}).get(task) or {}).get("effective")
     limit, num_shots = config.get("limit"), (content.get("n-shot") or {}).get(task)
-    exits = {name: config.get(name, arguments.get(name)) for name in ("exit_criterion", "exit_threshold", "min_loops")}
+    names = ("exit_criterion", "exit_threshold", "min_loops", "exit_selection")
+    exits = {name: config.get(name, arguments.get(name)) for name in names}
     exits = " ".join(f"{name}={value}" for name, value in exits.items() if value is not None)
     others = " ".join(f"{name}={value}" for name, value in sorted(arguments.items()) if name not in TOLD_APART)
     generated = config.get("gen_kwargs") or ""
