@@ -542,10 +542,21 @@ def test_mean_loops_of_texts_that_stop_do_not_depend_on_the_batch(model):
     for batch_size in (1, 2, 4):
         lm = LoopedLM(model, num_loops=4, batch_size=batch_size, device="cpu", **arguments)
         lm.generate_until([asked_to_write(prompt, **wishes) for prompt in prompts], disable_tqdm=True)
-        counted.append(lm._counted.tolist())
+        counted.append(lm.loops)
     assert counted[0] == counted[1] == counted[2]
-    _, tokens = counted[0]
+    tokens = sum(answer.tokens for answer in counted[0][""].values())
     assert len(prompts) < tokens < 12 * len(prompts), "none or all stop at once: nothing is tested"
+
+
+def test_loops_of_sampled_texts(model):
+    """Both of two texts to one request are counted."""
+    torch.manual_seed(0)
+    lm = LoopedLM(model, num_loops=4, batch_size=3, device="cpu", exit_criterion="max_prob", exit_threshold=0.3)
+    requests = [asked_to_write(prompt, temperature=1.0) for prompt in ("a b", "a b", "c")]
+    lm.generate_until(requests, disable_tqdm=True)
+    twice, once = lm.loops[""].values()
+    assert (twice.tokens, once.tokens) == (12, 6)
+    assert lm.mean_loops == (twice.loops + once.loops) / 18 and 1 < lm.mean_loops < 4
 
 
 def test_greedy_texts_are_kept_where_others_are_sampled(model):
@@ -560,7 +571,8 @@ def test_greedy_texts_are_kept_where_others_are_sampled(model):
     mixed = [request for pair in zip(sampled, greedy) for request in pair]
     texts = lm.generate_until(mixed, disable_tqdm=True)
     assert texts[1::2] == alone and texts[::2] != alone and len(lm.answers) == 3
-    assert lm._counted[1] > sum(answer[2] for answer in lm.answers.values()) == len(alone) * 6
+    assert sum(answer[2] for answer in lm.answers.values()) == len(alone) * 6
+    assert sum(answer.tokens for answer in lm.loops[""].values()) > len(alone) * 6
 
 
 # the command
@@ -575,6 +587,42 @@ def command(*arguments: str, monkeypatch):
 
 def read(folder: Path, pattern: str) -> list[dict]:
     return [json.loads(line) for path in folder.rglob(pattern) for line in path.read_text().splitlines()]
+
+
+def test_loops_of_each_task_and_question(model, tasks, tmp_path, monkeypatch, capsys):
+    """They are those of passes of one row."""
+    exits = "exit_criterion=max_prob,exit_threshold=0.15"
+    command(
+        "--model", "looped", "--model_args", f"pretrained={model},num_loops=2,4,{exits}", "--tasks", "choice,letter",
+        "--include_path", tasks, "--batch_size", "7", "--device", "cpu", "--output_path", str(tmp_path / "out"),
+        "--log_samples", "--limit", "4", "--use_cache", str(tmp_path / "cache"), monkeypatch=monkeypatch,
+    )  # fmt: skip
+    assert "; 1 more in the table." in capsys.readouterr().out  # of four: mean loops are no measure to be best at
+    lm = LoopedLM(model, device="cpu")
+    rule, of_depths = ExitRule("max_prob", 0.15), {}
+    for depth in (2, 4):
+        folder, of_tasks = tmp_path / f"out/loops_{depth}", []
+        (results,) = [json.loads(path.read_text()) for path in folder.rglob("results_*.json")]
+        for task in ("choice", "letter"):
+            of_task = []
+            for sample in read(folder, f"samples_{task}_*.jsonl"):
+                found = []
+                for request in sample["arguments"].values():
+                    ids = torch.tensor([lm.tokenizer(request["arg_0"] + request["arg_1"])["input_ids"]])
+                    first = len(lm.tokenizer(request["arg_0"])["input_ids"]) - 1
+                    with torch.no_grad():
+                        outputs = lm.model(ids[:, :-1], num_loops=depth, exit_rule=rule)
+                    found.append(outputs.token_loops[0, first:])
+                assert sample["loops"] == [int(loops.sum()) for loops in found]
+                assert sample["tokens"] == [len(loops) for loops in found]
+                of_task += found
+            of_tasks.append(torch.cat(of_task).double().mean().item())
+            assert results["results"][task]["mean_loops"] == pytest.approx(of_tasks[-1])
+        assert abs(of_tasks[0] - of_tasks[1]) > 1e-3
+        of_depths[depth] = of_tasks
+    for place, task in enumerate(("choice", "letter")):
+        row = f"| mean loops of {task} | {of_depths[2][place]:.4f} | {of_depths[4][place]:.4f} |"
+        assert row in (tmp_path / "out/depth.md").read_text().splitlines()
 
 
 def test_command(model, tasks, expected, tmp_path, monkeypatch, capsys):

@@ -31,7 +31,7 @@ def best_depths(
     {measure: points} of each folder} if values of the curves are means of folders.
     """
     known = more_is_better or {}
-    measures = [name for name in curves if name != "mean loops" and not says_the_same(name, curves)]
+    measures = [name for name in curves if not name.startswith("mean loops") and not says_the_same(name, curves)]
     said = "; ".join(best_point(name, curves[name], known.get(name), folders) for name in measures[:MOST])
     rest = f"; {len(measures) - MOST} more in the table" if len(measures) > MOST else ""
     exits = [point for points in curves.get("mean loops", {}).values() for point in points.items()]

@@ -25,7 +25,7 @@ from looped_recipes.common.command_line import device_of, folder, say_result, ty
 from looped_recipes.common.files import check_writable, write_whole
 from looped_recipes.common.provenance import commit, provenance
 
-from .looped_lm import LoopedLM
+from .looped_lm import LoopedLM, Loops, mean_of, name_of
 from .question import check_question, join_depths, refuse_depths_in
 
 
@@ -123,6 +123,8 @@ def results_by_depth(lm: LoopedLM, model_args: dict, tracker_args: dict, **optio
         results["config"]["model"] = tracker.general_config_tracker.model_source = "looped"
         results |= provenance()
         samples = results.pop("samples", None)
+        if lm.rule is not None:
+            add_loops(lm, results["results"], samples or {})
         tracker.save_results_aggregated(results, samples)
         for task in samples or ():
             tracker.save_results_samples(task, samples[task])
@@ -130,15 +132,30 @@ def results_by_depth(lm: LoopedLM, model_args: dict, tracker_args: dict, **optio
     return by_depth
 
 
+def add_loops(lm: LoopedLM, results: dict, samples: dict[str, list[dict]]):
+    """Add to the results of each task its mean loops, and to each sample the loops and tokens of its answers, in the
+    order of their arguments."""
+    for task, loops in lm.loops.items():
+        if task in results:
+            results[task]["mean_loops"] = mean_of(loops.values())
+        for sample in samples.get(task, ()):
+            of_answers = [loops[name_of(arguments)] for arguments in sample["arguments"]]
+            sample |= {name: [getattr(answer, name) for answer in of_answers] for name in Loops._fields}
+
+
 def curves_of(results: dict[int, dict], series: str = "") -> Curves:
-    """Return every metric of every task over depth with its standard error, and the mean loops if tokens exit."""
+    """Return every metric of every task over depth with its standard error, and the mean loops if tokens exit: of all
+    tasks together, and of each of several."""
     curves: Curves = {}
     for depth, found in results.items():
         for measure, point in metrics_of(found):
             curves.setdefault(measure, {}).setdefault(series, {})[depth] = point
         if found["config"].get("mean_loops") is not None:
-            loops = (found["config"]["mean_loops"], None)
-            curves.setdefault("mean loops", {}).setdefault(series, {})[depth] = loops
+            means = {f"mean loops of {task}": metrics.get("mean_loops") for task, metrics in found["results"].items()}
+            means = {measure: mean for measure, mean in means.items() if mean is not None}
+            means = {"mean loops": found["config"]["mean_loops"], **(means if len(means) > 1 else {})}
+            for measure, mean in means.items():
+                curves.setdefault(measure, {}).setdefault(series, {})[depth] = (mean, None)
     return curves
 
 

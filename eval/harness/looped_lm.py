@@ -14,12 +14,13 @@ import json
 import logging
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
+from accelerate.utils import gather_object
 from lm_eval.api.model import hash_args
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
@@ -52,6 +53,11 @@ CHANGE_NO_ANSWER = {  # arguments of HFLM for place and speed, and those whose e
 
 # attributes of modules that change answers where no weight changes; all but the first are of PEFT's layers
 OF_MODULES = ("training", "_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
+
+
+class Loops(NamedTuple):
+    loops: int  # sum over the tokens of an answer
+    tokens: int
 
 
 class Answer(NamedTuple):
@@ -161,8 +167,8 @@ class LoopedLM(HFLM):
         if depth not in self.depths:
             raise ValueError(f"depth {depth} is not among those of this model, num_loops={self.depths}")
         self.depth = depth
-        self._counted = torch.zeros(2, dtype=torch.float64)  # loops, tokens
-        self._counted_everywhere = None
+        self.loops: dict[str, dict[str, Loops]] = {}  # of each request of each task, at this depth
+        self._loops_here = self.loops  # those of this process
         return self
 
     def get_model_info(self) -> dict:
@@ -176,13 +182,15 @@ class LoopedLM(HFLM):
     @property
     def mean_loops(self) -> float | None:
         """Mean number of loops of the tokens that were scored or generated at this depth."""
-        loops, tokens = (self._counted if self.world_size == 1 else self._counted_everywhere).tolist()
-        return loops / tokens if tokens else None
+        return mean_of([loops for of_task in self.loops.values() for loops in of_task.values()])
 
     def barrier(self):  # the only call of all processes after a type of request
         super().barrier()
         if self.world_size > 1:
-            self._counted_everywhere = self.all_gather(self._counted.to(self.device)).view(-1, 2).sum(0)
+            self.loops = {}
+            for of_process in gather_object([self._loops_here]):
+                for task, of_task in of_process.items():
+                    self.loops.setdefault(task, {}).update(of_task)
 
     def _create_tokenizer(self, pretrained, tokenizer, **kwargs):
         try:
@@ -251,25 +259,27 @@ class LoopedLM(HFLM):
     def _keep_generated(self, kind: str, arguments, text: str):
         answer = Answer(text, *(self._generated_loops.pop(0) if self._generated_loops else ()))
         if self._is_sampled(arguments[1]):  # not stored: a second answer would differ
-            self._count([answer])
+            loops, tokens = self._sampled_loops.get(name_of(arguments), (0, 0))
+            self._sampled_loops[name_of(arguments)] = Loops(loops + answer.loops, tokens + answer.tokens)
         else:
             self._keep(kind, arguments, self.depth, answer)
             self._write_kept()
 
-    def _count(self, answers: list[Answer]):
-        for answer in answers:
-            self._counted += torch.tensor([answer.loops, answer.tokens])
+    def _count(self, request, loops: int, tokens: int):
+        self._loops_here.setdefault(request.task_name, {})[name_of(request.args)] = Loops(loops, tokens)
 
     def _recall(self, kind: str, requests, score) -> list:
         """Return the answers at this depth. `score` computes and stores those that are missing."""
         self._forget_if_changed()
-        asked = {self._key(kind, request.args, self.depth): request for request in requests}
+        keys = [self._key(kind, request.args, self.depth) for request in requests]
+        asked = dict(zip(keys, requests))
         missing = [request for key, request in asked.items() if key not in self.answers]
         if missing:
             score(missing)
         found = {key: Answer(*self.answers[key]) for key in asked}
-        self._count(list(found.values()))
-        return [found[self._key(kind, request.args, self.depth)].value for request in requests]
+        for key, request in zip(keys, requests):
+            self._count(request, found[key].loops, found[key].tokens)
+        return [found[key].value for key in keys]
 
     def loglikelihood(self, requests, disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         return self._recall("loglikelihood", requests, lambda missing: super(LoopedLM, self).loglikelihood(missing))
@@ -285,7 +295,10 @@ class LoopedLM(HFLM):
         greedy = [request for request, sampled in zip(requests, is_sampled) if not sampled]
         others = [request for request, sampled in zip(requests, is_sampled) if sampled]
         recalled = iter(self._recall("generate_until", greedy, super().generate_until))
+        self._sampled_loops: dict[str, Loops] = {}
         new = iter(super().generate_until(others, disable_tqdm) if others else ())
+        for request in others:
+            self._count(request, *self._sampled_loops[name_of(request.args)])
         return [next(new if sampled else recalled) for sampled in is_sampled]
 
     def _is_sampled(self, wishes: dict) -> bool:
@@ -525,6 +538,17 @@ class LoopedLM(HFLM):
             return any(string in text for string in stop if string)
 
         return 1 + bisect_left(range(1, len(tokens)), True, key=has_stopped)
+
+
+def name_of(arguments: tuple) -> str:
+    """Return the name of a request in `LoopedLM.loops`."""
+    return hash_args("", arguments)
+
+
+def mean_of(answers: Collection[Loops]) -> float | None:
+    """Return the mean loops of the tokens of all answers; None if there are no tokens."""
+    tokens = sum(answer.tokens for answer in answers)
+    return sum(answer.loops for answer in answers) / tokens if tokens else None
 
 
 class ScoredTokens(NamedTuple):
