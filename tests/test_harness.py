@@ -625,6 +625,30 @@ def test_loops_of_each_task_and_question(model, tasks, tmp_path, monkeypatch, ca
         assert row in (tmp_path / "out/depth.md").read_text().splitlines()
 
 
+def test_several_thresholds_in_one_call_are_calls_of_one(model, tasks, tmp_path, monkeypatch, capsys):
+    """Beside lm-eval's results at each: a table in which every number has its threshold and mean loops."""
+    found = {}
+    for name, thresholds in {"both": "0.15,0.3", "low": "0.15", "high": "0.3"}.items():
+        arguments = f"pretrained={model},num_loops=2,4,exit_criterion=max_prob,exit_threshold={thresholds}"
+        command(
+            "--model", "looped", "--model_args", arguments, "--tasks", "choice,letter",
+            "--include_path", tasks, "--batch_size", "7", "--device", "cpu", "--output_path", str(tmp_path / name),
+            "--limit", "3", monkeypatch=monkeypatch,
+        )  # fmt: skip
+        found[name] = (tmp_path / name / "exits.csv").read_text().splitlines()
+    header, *rows = found["both"]
+    assert header == "exit_criterion,exit_threshold,exit_selection,num_loops,task,metric,mean_loops,value,stderr"
+    assert rows == found["low"][1:] + found["high"][1:] and len(rows) == 16 and len({*rows}) == 16
+    for line in rows:
+        _, threshold, _, depth, task, metric, loops, value, error = line.split(",")
+        folder = tmp_path / "both" / f"threshold_{threshold}" / f"loops_{depth}"
+        (results,) = [json.loads(path.read_text()) for path in folder.rglob("results_*.json")]
+        of_task = results["results"][task]
+        assert float(value) == of_task[f"{metric},none"] and float(error) == of_task[f"{metric}_stderr,none"]
+        assert float(loops) == of_task["mean_loops"] and results["config"]["exit_threshold"] == float(threshold)
+    assert "| choice acc | threshold 0.15 |" in (tmp_path / "both/depth.md").read_text()
+
+
 def test_command(model, tasks, expected, tmp_path, monkeypatch, capsys):
     arguments = [
         "--model", "looped", "--model_args", f"pretrained={model},num_loops=1,2,4", "--tasks", ",".join(TASKS),
@@ -1011,6 +1035,8 @@ def refused(message: str, monkeypatch, tasks, model_args: str, *arguments: str, 
     ("exit_criterion=gate", "needs a model with an exit gate"),
     ("exit_criterion=max_prob", "pass exit_threshold"),
     ("exit_threshold=0.5", "go with an exit_criterion"),
+    ("exit_criterion=max_prob,exit_threshold=0.3+many", "0.3[+]many: write a number, or several"),
+    ("exit_criterion=max_prob,exit_threshold=0.5,2", "exit_threshold=2.0 is no probability"),
     ("exit_selection=after", "go with an exit_criterion"),
     ("exit_criterion=kl,exit_selection=weighted", "exit_selection='weighted' cannot be evaluated: 'stop' ends"),
     ("num_loops=2,exit_criterion=max_prob,exit_threshold=0.5,min_loops=3", "min_loops=3 is more than"),

@@ -1,13 +1,17 @@
 """lm-eval at every depth, from one pass of the model."""
 
+import csv
 import inspect
+import io
 import json
 import logging
 import os
 import re
 import sys
 from argparse import ArgumentTypeError
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from lm_eval import evaluator, simple_evaluate
@@ -26,7 +30,7 @@ from looped_recipes.common.files import check_writable, write_whole
 from looped_recipes.common.provenance import commit, provenance
 
 from .looped_lm import LoopedLM, Loops, mean_of, name_of
-from .question import check_question, join_depths, refuse_depths_in
+from .question import check_question, join_depths, parse_thresholds, refuse_depths_in
 
 
 def as_lm_eval_spells(arguments: list[str]) -> list[str]:
@@ -62,7 +66,9 @@ def check(config: EvaluatorConfig):
     if config.wandb_args or getattr(config, "trackio_args", None):  # trackio_args exists since lm-eval 0.4.12
         raise ValueError("wandb_args and trackio_args take one set of results, not one per depth: use output_path")
     known = inspect.signature(check_question).parameters
-    check_question(**{name: value for name, value in config.model_args.items() if name in known})
+    asked = {name: value for name, value in config.model_args.items() if name in known}
+    for threshold in parse_thresholds(asked.get("exit_threshold")):
+        check_question(**{**asked, "exit_threshold": threshold})
 
 
 def options_of(config: EvaluatorConfig) -> dict:
@@ -159,6 +165,26 @@ def curves_of(results: dict[int, dict], series: str = "") -> Curves:
     return curves
 
 
+def exit_rows(results: dict[int, dict]) -> Iterator[dict]:
+    """Yield every metric of every task at every depth, beside its exits and mean loops."""
+    for depth, found in results.items():
+        for measure, (value, error) in metrics_of(found):
+            task, _, metric = measure.partition(" ")
+            names = ("exit_criterion", "exit_threshold", "exit_selection")
+            exits = {name: found["config"].get(name) for name in names}
+            loops = found["results"].get(task, {}).get("mean_loops")
+            of_metric = {"task": task, "metric": metric, "mean_loops": loops, "value": value, "stderr": error}
+            yield {**exits, "num_loops": depth, **of_metric}
+
+
+def write_exits(rows: list[dict], path: Path):
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_whole(path, text.getvalue())
+
+
 def chances(curves: Curves, results: dict[int, dict]) -> dict[str, float]:
     """Return {measure: score of guessing} for the measures where it is known."""
     configs = next(iter(results.values())).get("configs")
@@ -205,14 +231,28 @@ def main(arguments: list[str]):
     options["task_manager"], options["tasks"] = asked_tasks(config)
     check_tasks(options["task_manager"], options["tasks"])
     setup = {name: options[name] for name in ("batch_size", "max_batch_size", "device") if options[name] is not None}
-    lm = LoopedLM(**config.model_args, answers=config.use_cache, **setup)
-    tracker_args = {**config.hf_hub_log_args, **({"output_path": config.output_path} if config.output_path else {})}
-    results = results_by_depth(lm, config.model_args, tracker_args, **options)
-    if not results:  # only the first process has results
+    thresholds = parse_thresholds(config.model_args.get("exit_threshold"))
+    arguments = config.model_args
+    lm = LoopedLM(**{**arguments, "exit_threshold": thresholds[0]}, answers=config.use_cache, **setup)
+    curves, rows = {}, []
+    for threshold in thresholds:
+        name = f"threshold {threshold}" if len(thresholds) > 1 else ""
+        path = config.output_path and str(Path(config.output_path, name.replace(" ", "_")))
+        tracker_args = {**config.hf_hub_log_args, **({"output_path": path} if path else {})}
+        if name:
+            lm.rule, arguments = replace(lm.rule, threshold=threshold), {**arguments, "exit_threshold": threshold}
+        results = results_by_depth(lm, arguments, tracker_args, **options)
+        if not results:  # only the first process has results
+            continue
+        if config.show_config:
+            print(json.dumps(results, indent=2, default=handle_non_serializable, ensure_ascii=False))
+        for measure, of_series in curves_of(results, name).items():
+            curves.setdefault(measure, {}).update(of_series)
+        rows += exit_rows(results)
+    if not curves:
         return
-    if config.show_config:
-        print(json.dumps(results, indent=2, default=handle_non_serializable, ensure_ascii=False))
-    curves = curves_of(results)
+    if config.output_path and lm.rule is not None and rows:
+        write_exits(rows, Path(config.output_path) / "exits.csv")
     show(curves, chances(curves, results), config.output_path)
     is_in_run = run is not None and Path(config.output_path).resolve().is_relative_to(run)  # where the report looks
     found = best_depths(curves, more_is_better(next(iter(results.values()))))

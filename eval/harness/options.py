@@ -7,7 +7,8 @@
     num_loops=1,2,4            depths, or 1..4, or one; the same as --num-loops; default: the model's own
     exit_criterion=kl          tokens exit early: logit_margin, max_prob, entropy, entropy_diff, kl, minp_kl,
                                latent_diff, cosine, argmax_stability or gate; the mean loops are reported
-    exit_threshold=0.01        of the criterion; default: the published one, where there is one
+    exit_threshold=0.01        of the criterion; default: the published one, where there is one. Several, as 0.3,0.5,
+                               are evaluated one after the other, each in its folder: threshold_0.3, ...
     min_loops=2                the fewest loops of a token; default: 1
     exit_selection=after       all tokens run all loops, and only the loop from which an answer's token is read is that
                                of its exit: one pass for all depths, but no compute is saved. default: stop, a token's
@@ -19,7 +20,8 @@
                                no download, looped_corpus, looped_p_hop, looped_permutation, looped_story, ...
 --batch-size 8, --device cpu, --limit 100, --num_fewshot 5, --log_samples       as lm-eval has them
 --output FOLDER                the results of each depth, as lm-eval would have written them, in loops_1, loops_2, ...;
-                               beside them depth.md and depth.svg; default: eval/lm_eval of the training run, if any
+                               beside them depth.md and depth.svg, and exits.csv if tokens exit: every metric beside
+                               its exits and mean loops; default: eval/lm_eval of the training run, if any
 --use_cache FILE               keeps the answers of all depths in FILE_rank0.db. They are recalled for the same
                                question, depth and exits, with the same files of the model, the tokenizer and the
                                adapter (weights, config.json, ...), the same dtype, max_length and all other

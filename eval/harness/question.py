@@ -23,8 +23,19 @@ class Question(NamedTuple):
 
 
 def join_depths(argument: str) -> str:
-    """Replace num_loops=1,2,4 by num_loops=1+2+4, because lm-eval splits arguments at commas."""
-    return re.sub(r"\bnum_loops=[^,={}]*(,[^,={}]*)+(?=,|$)", lambda depths: depths[0].replace(",", "+"), argument)
+    """Replace num_loops=1,2,4 by num_loops=1+2+4, because lm-eval splits arguments at commas. So with thresholds."""
+    several = r"\b(?:num_loops|exit_threshold)=[^,={}]*(,[^,={}]*)+(?=,|$)"
+    return re.sub(several, lambda values: values[0].replace(",", "+"), argument)
+
+
+def parse_thresholds(written) -> list:
+    """Return the thresholds in 0.3+0.5+0.9; what is no text is one threshold, or None."""
+    if not isinstance(written, str):
+        return [written]
+    try:
+        return sorted({float(threshold) for threshold in written.split("+")})
+    except ValueError:
+        raise ValueError(f"exit_threshold={written}: write a number, or several, as 0.3+0.5+0.9") from None
 
 
 def refuse_depths_in(gen_kwargs: dict, where: str):
