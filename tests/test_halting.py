@@ -10,10 +10,11 @@ import shutil
 
 import pytest
 import torch
+from accelerate import Accelerator
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from looped_eval.common.model_folder import joined_tokens
+from looped_eval.common.model_folder import joined_tokens, unlearned_start
 from looped_eval.halting import command as halting
 from looped_eval.halting.calibration import (
     Units,
@@ -26,6 +27,10 @@ from looped_eval.halting.calibration import (
 )
 from looped_eval.halting.scoring import at_depth, measure, with_sequence_exits, with_token_exits
 from looped_recipes.common.flops import forward_flops_per_token, sizes
+from looped_recipes.data.shards import prepare
+from looped_recipes.data.tokenizers import mark_documents
+from looped_recipes.engine.validation import validate
+from looped_recipes.settings.recipe import DataConfig, recipe_of_run
 from modeling_looped import LoopedConfig, LoopedForCausalLM
 from modeling_looped.exit_criteria import CRITERIA, ExitRule
 from tests.helpers import quick_and_slow, random_ids, run_of, tiny_model, tiny_tokenizer
@@ -418,6 +423,80 @@ def test_the_command_reads_what_the_run_held_out(tmp_path, capsys):
     (tmp_path / "metrics.jsonl").unlink()
     with pytest.raises(ValueError, match="in no training run.*name a text"):
         halting.run(halting.parse(options))
+
+
+def run_of_documents(folder, **data):
+    """A run that held out 28 documents of 3 to 9 words, between start and end tokens; their tokens."""
+    run_of(folder.parent, folder, "", **data)
+    draw, tokenizer = random.Random(0), tiny_tokenizer()
+    texts = [" ".join(draw.choices("abcdefghij", k=draw.randint(3, 9))) for _ in range(28)]
+    (folder.parent / "held_out.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    marked = (f"<s> {text} </s>" for text in texts)
+    return tokenizer(" ".join(marked), add_special_tokens=False, return_tensors="pt")["input_ids"][0]
+
+
+@pytest.mark.parametrize("stride", [None, 7], ids=["apart", "a token in common"])
+def test_fixed_depths_are_those_of_the_runs_validation(tmp_path, stride):
+    """Over the same rows, which keep their start tokens as what is read and not as what is to be predicted."""
+    folder = make_folder(tmp_path)
+    stream = run_of_documents(folder, stride=stride)
+    recipe = recipe_of_run(tmp_path)
+    validation = prepare(recipe.data).validation
+    count = recipe.evaluation.rows = len(validation)
+    args = halting.parse([str(folder), "--sequences", str(count // 2)])
+    halting.check(args)
+    rows = torch.cat(halting.two_slices(args, folder, None))
+    assert sorted(rows.tolist()) == sorted(stream.unfold(0, 8, stride or 8).tolist())
+    model = LoopedForCausalLM.from_pretrained(folder)
+    logged = validate(Accelerator(cpu=True), model, model.config, recipe, validation)
+    learned = halting.learned_targets(rows, args.unlearned)
+    for depth in range(1, LOOPS + 1):
+        losses = at_depth(model, rows, depth, batch_size=5).losses[learned]
+        assert losses.mean().item() == pytest.approx(logged[f"validation/loss_at_{depth}"], rel=1e-5)
+
+
+@torch.no_grad()
+def test_start_tokens_count_in_nothing_that_the_command_says(tmp_path, capsys):
+    """Against every token by itself; a perplexity that is far from the last validation is said."""
+    folder = make_folder(tmp_path)
+    run_of_documents(folder)
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 1, "validation/loss_at_4": 1.0}\n')
+    options = ["--criteria", "entropy", "--mean-loops", "2.5", "--sequences", "8", "--repeats", "1"]
+    args = halting.parse([str(folder), *options, "--output", str(tmp_path)])
+    halting.run(args)
+    content = json.loads((tmp_path / "halting.json").read_text())
+    assert content["length"] == 7 and "unlearned" not in content
+    calibration, rows = halting.two_slices(args, folder, None)
+    start = tiny_tokenizer().bos_token_id
+    model, row = LoopedForCausalLM.from_pretrained(folder), content["result"]["at_mean_loops"]["tokens"][0]
+    found = {"calibrated_loops": [], "mean_loops": [], "perplexity": []}
+    for ids in calibration:  # each token exits by its scores in passes of fixed depth
+        entropies = torch.stack(naive_scores(model, "entropy", ids[:-1]))[:, ids[1:] != start]
+        found["calibrated_loops"] += exit_loops(ExitRule("entropy", row["threshold"]), entropies).tolist()
+    for ids in rows:  # and here what later tokens see are its exits
+        outputs, kept = model(ids[None, :-1], exit_rule=ExitRule("entropy", row["threshold"])), ids[1:] != start
+        found["mean_loops"] += outputs.token_loops[0][kept].tolist()
+        found["perplexity"] += F.cross_entropy(outputs.logits[0][kept], ids[1:][kept], reduction="none").tolist()
+    means = {key: sum(values) / len(values) for key, values in found.items()}
+    assert row["calibrated_loops"] == pytest.approx(means["calibrated_loops"], rel=1e-4)
+    assert row["mean_loops"] == pytest.approx(means["mean_loops"], rel=1e-4)
+    assert row["perplexity"] == pytest.approx(math.exp(means["perplexity"]), rel=1e-4)
+    full = content["result"]["fixed"][-1]["perplexity"]
+    assert f"note: at 4 loops perplexity is {full:.2f}, but 2.72 in the last validation" in capsys.readouterr().out
+
+
+def test_documents_of_a_text_begin_as_prompts_do(tmp_path):
+    tokenizer = tiny_tokenizer()
+    assert unlearned_start(tokenizer) is None  # it does not begin prompts
+    mark_documents(tokenizer, DataConfig(source="", start_token="<s>"))
+    start = unlearned_start(tokenizer)
+    assert start == tokenizer.bos_token_id
+    documents = [{"text": "a b"}, {"text": "c"}]
+    expected = tokenizer("a b").input_ids + [2] + tokenizer("c").input_ids + [2]
+    assert list(joined_tokens(documents, tokenizer, start)) == expected
+    tokenizer.bos_token = tokenizer.eos_token  # one token for both, which the end of each document has
+    assert unlearned_start(tokenizer) is None
 
 
 @torch.no_grad()

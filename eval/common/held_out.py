@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from looped_recipes.data.packing import PackedRows
 from looped_recipes.data.shards import Prepared, prepare
 from looped_recipes.settings.recipe import DataConfig, RecipeError, recipe_of_run
 
@@ -41,15 +42,42 @@ def held_out_rows(
 
     With a seed, rows are drawn at random; without, they are taken from the beginning. least: the number of rows that
     is enough if the split has fewer than `count`. Start tokens that the model has not learned to predict are removed,
-    so that only end tokens separate documents.
+    so that every token is a target.
     """
     data = run_data(run)
     rows = prepared_data(run, data).validation
-    stream = np.concatenate([np.asarray(shard, dtype=np.int64) for shard in rows.shards])
+    stream = stream_of(rows)
     if not rows.learn_start:
         stream = stream[stream != rows.start]
-    available = len(stream) // length
-    least = count if least is None else least
+    return cut(stream, length, length, count, seed, count if least is None else least, run), name_of(run, data)
+
+
+def rows_as_trained(run: Path, count: int, length: int, seed: int, least: int) -> tuple[torch.Tensor, int | None, str]:
+    """Return [count, length] tokens of the validation split with their start tokens, no target twice, the token that
+    is no target because the model has not learned to predict it, and a name of the text.
+
+    Rows as long as those of the run begin where its validation cuts them, unless these overlap in more than a token.
+    """
+    data = run_data(run)
+    rows = prepared_data(run, data).validation
+    step = max(rows.stride, length - 1) if length == rows.sequence_length else length
+    found = cut(stream_of(rows), length, step, count, seed, least, run)
+    return found, None if rows.learn_start else rows.start, name_of(run, data)
+
+
+def name_of(run: Path, data: DataConfig) -> str:
+    return f"validation split of {run} ({data.validation_source or data.source})"
+
+
+def stream_of(rows: PackedRows) -> np.ndarray:
+    return np.concatenate([np.asarray(shard, dtype=np.int64) for shard in rows.shards])
+
+
+def cut(
+    stream: np.ndarray, length: int, step: int, count: int, seed: int | None, least: int, run: Path
+) -> torch.Tensor:
+    """Return [count, length] tokens, rows of which one begins every `step` tokens."""
+    available = max(0, (len(stream) - length) // step + 1)
     if available < least:
         raise HeldOutError(
             f"the validation split of {run} holds {len(stream)} tokens, fewer than {least} rows of {length}: ask for "
@@ -59,5 +87,4 @@ def held_out_rows(
     order = torch.arange(count)
     if seed is not None:
         order = torch.randperm(available, generator=torch.Generator().manual_seed(seed))[:count]
-    found = torch.from_numpy(stream[: available * length]).view(available, length)[order]
-    return found, f"validation split of {run} ({data.validation_source or data.source})"
+    return torch.from_numpy(stream).unfold(0, length, step)[order]

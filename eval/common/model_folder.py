@@ -79,11 +79,19 @@ def start_token(tokenizer) -> int:
     return start
 
 
-def joined_tokens(documents: Iterable[dict], tokenizer) -> Iterator[int]:
-    """Yield the tokens of one text after another, with the end token, if there is one, after each."""
-    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+def unlearned_start(tokenizer) -> int | None:
+    """Return the token that prompts begin with, if documents end with another, so that it needs not be predicted."""
+    start = tokenizer.bos_token_id
+    begins = start is not None and tokenizer("", verbose=False)["input_ids"][:1] == [start]
+    return start if begins and start != tokenizer.eos_token_id else None
+
+
+def joined_tokens(documents: Iterable[dict], tokenizer, start: int | None = None) -> Iterator[int]:
+    """Yield the tokens of one text after another, with the end token, if there is one, after each, and `start` before
+    each."""
+    begin, end = ([] if token is None else [token] for token in (start, tokenizer.eos_token_id))
     for document in documents:
-        yield from tokenizer(document["text"], add_special_tokens=False, verbose=False)["input_ids"] + end
+        yield from begin + tokenizer(document["text"], add_special_tokens=False, verbose=False)["input_ids"] + end
 
 
 def training_run(target: str) -> Path | None:

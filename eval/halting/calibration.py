@@ -34,11 +34,19 @@ class Measured(NamedTuple):
     losses: torch.Tensor  # [loops, sequences, tokens]
     scores: dict[str, torch.Tensor]  # of each criterion, [loops, sequences, tokens]
 
-    def sequences(self) -> Units:
-        return Units(self.losses.mean(-1), {name: scores.mean(-1) for name, scores in self.scores.items()})
+    def sequences(self, learned: torch.Tensor | None = None) -> Units:
+        """Return means over tokens. learned: which targets count in losses, [sequences, tokens]; default: all."""
+        learned = self.all() if learned is None else learned
+        losses = self.losses.where(learned, 0).sum(-1) / learned.sum(-1).clamp(min=1)
+        return Units(losses, {name: scores.mean(-1) for name, scores in self.scores.items()})
 
-    def tokens(self) -> Units:
-        return Units(self.losses.flatten(1), {name: scores.flatten(1) for name, scores in self.scores.items()})
+    def tokens(self, learned: torch.Tensor | None = None) -> Units:
+        """Return all tokens, or those before learned targets."""
+        learned = self.all() if learned is None else learned
+        return Units(self.losses[:, learned], {name: scores[:, learned] for name, scores in self.scores.items()})
+
+    def all(self) -> torch.Tensor:
+        return torch.ones_like(self.losses[0], dtype=torch.bool)
 
 
 def never(name: str) -> float:

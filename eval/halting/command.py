@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from looped_eval.common.held_out import held_out_rows
+from looped_eval.common.held_out import rows_as_trained, run_data
 from looped_eval.common.model_folder import (
     joined_tokens,
     open_config,
@@ -16,6 +16,7 @@ from looped_eval.common.model_folder import (
     open_tokenizer,
     results_folder,
     training_run,
+    unlearned_start,
 )
 from looped_eval.common.progress import progress
 from looped_eval.common.timing import least_seconds
@@ -23,7 +24,9 @@ from looped_recipes.common.checksums import renew_checksum
 from looped_recipes.common.command_line import check_counts, say_result, trust_of, typed
 from looped_recipes.common.files import check_writable
 from looped_recipes.common.flops import attention_flops, forward_flops_per_token, sizes
+from looped_recipes.common.metrics import read_metrics
 from looped_recipes.common.provenance import note_what_is_replaced, write_json
+from looped_recipes.common.token_losses import perplexity
 from looped_recipes.data.sources import training_source
 from looped_recipes.settings.recipe import DataConfig
 from modeling_looped import LoopedConfig
@@ -47,9 +50,9 @@ from .conclusion import (
     exits_gain,
     shallowest_depth,
 )
-from .options import BEST, LEAST_SEQUENCES, SEQUENCES, parse
+from .options import BEST, LEAST_SEQUENCES, LENGTH, SEQUENCES, parse
 from .page import write_page
-from .scoring import at_depth, measure, with_sequence_exits, with_token_exits
+from .scoring import at_depth, inputs_and_targets, measure, with_sequence_exits, with_token_exits
 
 
 # Arguments and text
@@ -72,6 +75,7 @@ def check(args) -> tuple[Path, LoopedConfig, list[str], list[str]]:
                 f"--mean-loops {mean:g} must be from {args.min_loops} (--min-loops) to less than {args.num_loops} "
                 "(num_loops): at full depth no token exits"
             )
+    args.length = default_length(args.model) if args.length is None else args.length
     check_counts(args, ("sequences", "length", "batch_size", "repeats"))
     if config.position_embedding == "learned" and args.length > config.max_position_embeddings:
         raise ValueError(
@@ -94,13 +98,22 @@ def check(args) -> tuple[Path, LoopedConfig, list[str], list[str]]:
     return folder, config, args.criteria, notes
 
 
-def text_rows(texts: list[str], tokenizer, count: int, length: int, seed: int) -> torch.Tensor:
-    """Return [count, length] tokens, equally many of each text: documents in random order, joined by the end token."""
+def default_length(model: str) -> int:
+    """Return how many tokens are read in a row of the model's training run, of which the last is only a target."""
+    run = training_run(model)
+    return run_data(run).sequence_length - 1 if run is not None and (run / "recipe.yaml").is_file() else LENGTH
+
+
+def text_rows(
+    texts: list[str], tokenizer, count: int, length: int, seed: int, start: int | None = None
+) -> torch.Tensor:
+    """Return [count, length] tokens, equally many of each text: documents in random order, each with `start` before it
+    and the end token after it."""
     ids = []
     for number, text in enumerate(texts, start=1):
         share = -(-count * length * number // len(texts)) - len(ids)
         documents = training_source(DataConfig(source=text)).load().shuffle(seed=seed)
-        found = list(itertools.islice(joined_tokens(documents, tokenizer), share))
+        found = list(itertools.islice(joined_tokens(documents, tokenizer, start), share))
         if len(found) < share:
             raise ValueError(
                 f"{text} holds {len(found)} tokens, fewer than the {share} that two slices of {count // 2} "
@@ -112,14 +125,16 @@ def text_rows(texts: list[str], tokenizer, count: int, length: int, seed: int) -
 
 
 def two_slices(args, folder: Path, config) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return rows to calibrate on and other rows to measure on; set args.read to the name of their text."""
+    """Return rows to calibrate on and other rows to measure on; set args.read to the name of their text, and
+    args.unlearned to a token of it that is no target."""
     count, length = 2 * (args.sequences or SEQUENCES), args.length + 1
     if args.text:
         tokenizer = open_tokenizer(folder, args.tokenizer, config)
-        rows, args.read = text_rows(args.text, tokenizer, count, length, args.seed), ", ".join(args.text)
+        args.read, args.unlearned = ", ".join(args.text), unlearned_start(tokenizer)
+        rows = text_rows(args.text, tokenizer, count, length, args.seed, args.unlearned)
     else:
         least = count if args.sequences else 2 * LEAST_SEQUENCES
-        rows, args.read = held_out_rows(own_run(args), count, length, args.seed, least)
+        rows, args.unlearned, args.read = rows_as_trained(own_run(args), count, length, args.seed, least)
     args.sequences = len(rows) // 2
     rows = rows[: 2 * args.sequences]
     return rows.to(args.device).chunk(2)
@@ -138,7 +153,29 @@ def own_run(args) -> Path:
     return run
 
 
+def learned_targets(rows: torch.Tensor, unlearned: int | None) -> torch.Tensor:
+    """Return which targets, [sequences, length], the model has learned to predict: all but the token `unlearned`."""
+    targets = inputs_and_targets(rows)[1]
+    return torch.ones_like(targets, dtype=torch.bool) if unlearned is None else targets != unlearned
+
+
+def far_from_validation(args, full: dict) -> list[str]:
+    """Say if the model predicts this text much worse than what its run held out. full: the row of full depth."""
+    run = training_run(args.model)
+    records = [] if run is None else read_metrics(run / "metrics.jsonl")
+    losses = [record[name] for record in records if (name := f"validation/loss_at_{full['loops']}") in record]
+    if not losses or full["perplexity"] <= FAR * perplexity(losses[-1]):
+        return []
+    return [
+        f"at {full['loops']} loops perplexity is {full['perplexity']:.2f}, but {perplexity(losses[-1]):.2f} in the "
+        f"last validation of {run}: thresholds hold for text and lengths like those they are calibrated on, so name "
+        "text like that of its use, or another --length"
+    ]
+
+
 # Measurements
+
+FAR = 1.5  # times the perplexity of the last validation
 
 
 def flops_per_token(config, length: int, mean_loops: float, mean_readouts: float) -> float:
@@ -180,16 +217,17 @@ def out_of_reach(units: Units, names: list[str], unit: str, args) -> list[str]:
     ]
 
 
-def result_row(aim: dict, rule, units: Units, scored, at_full_depth: float, config, args) -> dict:
+def result_row(aim: dict, rule, units: Units, scored, learned, at_full_depth: float, config, args) -> dict:
     """Return a row of results. aim: what the rule was calibrated for; units: calibration slice; scored: other slice,
-    whose perplexity is `at_full_depth`."""
-    loops, found = scored.loops.double().mean().item(), mean_perplexity(scored.losses)
+    whose perplexity on its learned targets is `at_full_depth`."""
+    per_sequence = scored.loops.ndim == 1
+    loops_after = scored.loops if per_sequence else scored.loops[learned]
+    loops, found = loops_after.double().mean().item(), mean_perplexity(scored.losses[learned])
     loops_before = exit_loops(rule, units.scores[rule.name])
     calibrated = perplexity_at(loops_before, units.losses)
     of_calibration = {} if "budget" in aim else {"calibrated_loops": loops_before.double().mean().item()}
     full = flops_per_token(config, args.length, args.num_loops, 1)
-    of_units = replace(rule, per_sequence=scored.loops.ndim == 1)  # else of tokens
-    readouts = mean_readouts(of_units, scored.loops, args.num_loops)
+    readouts = mean_readouts(replace(rule, per_sequence=per_sequence), loops_after, args.num_loops)
     return {
         "criterion": rule.name,
         **aim,
@@ -213,15 +251,16 @@ def sequence_level(model, calibration: Units, rows: torch.Tensor, names: list[st
     warm_ups = [partial(run, rows[:size]) for run in runs.values()]
     seconds, scored = least_seconds({k: partial(run, rows) for k, run in runs.items()}, args.repeats, warm_ups)
     tokens, full = rows[:, 1:].numel(), seconds[args.num_loops]
-    at_full_depth = mean_perplexity(scored[args.num_loops].losses)
+    learned = learned_targets(rows, args.unlearned)
+    at_full_depth = mean_perplexity(scored[args.num_loops].losses[learned])
     fixed = []
     for k in depths:
-        found = mean_perplexity(scored[k].losses)
+        found = mean_perplexity(scored[k].losses[learned])
         row = {"loops": k, "perplexity": found, "ratio": found / at_full_depth}
         fixed.append({**row, "speedup": full / seconds[k], "tokens_per_second": tokens / seconds[k]})
     halting = []
     for aim, rule in rules:
-        row = result_row(aim, rule, calibration, scored[rule], at_full_depth, model.config, args)
+        row = result_row(aim, rule, calibration, scored[rule], learned, at_full_depth, model.config, args)
         speed = {"measured_speedup": full / seconds[rule], "tokens_per_second": tokens / seconds[rule]}
         halting.append(row | speed)
     return fixed, halting
@@ -232,11 +271,11 @@ def token_level(
 ) -> list[dict]:
     """Measure tokens that exit, for the first budget only, as in --write, and for all of --mean-loops.
     at_full_depth: perplexity without exits."""
-    found = []
+    found, learned = [], learned_targets(rows, args.unlearned)
     rules = rules_of(calibration, names, args.budget[:1], args, model.config)
     for aim, rule in progress(rules, "tokens that exit"):
         scored = with_token_exits(model, rows, rule, args.num_loops, args.batch_size)
-        found.append(result_row(aim, rule, calibration, scored, at_full_depth, model.config, args))
+        found.append(result_row(aim, rule, calibration, scored, learned, at_full_depth, model.config, args))
     return found
 
 
@@ -333,12 +372,14 @@ def run(args) -> Path:
     model = open_model(folder, args, dtype=getattr(torch, args.dtype))
 
     measured = measure(model, calibration_rows, args.num_loops, names, args.batch_size)
-    parts = {"sequences": measured.sequences(), "tokens": measured.tokens()}
+    learned = learned_targets(calibration_rows, args.unlearned).cpu()
+    parts = {"sequences": measured.sequences(learned), "tokens": measured.tokens(learned)}
     missed = {unit: out_of_reach(units, names, unit, args) for unit, units in parts.items()}
     if not args.budget and len(missed["tokens"]) == len(names) * len(args.mean_loops):
         raise ValueError(f"{'; '.join(missed['tokens'])}. Raise --mean-loops, or name other --criteria")
     notes += sum(missed.values(), [])
     fixed, found = sequence_level(model, parts["sequences"], rows, names, args)
+    notes += far_from_validation(args, fixed[-1])
     halting, sequences_at_loops = split(found)
     tokens, tokens_at_loops = split(token_level(model, parts["tokens"], rows, names, fixed[-1]["perplexity"], args))
 
@@ -355,7 +396,8 @@ def run(args) -> Path:
         if token_rows:
             print("\ntokens that exit by themselves, as in generate", table(token_rows), sep="\n")
 
-    asked = {key: value for key, value in vars(args).items() if key not in ("output", "write", "read", "command")}
+    others = ("output", "write", "read", "unlearned", "command")
+    asked = {key: value for key, value in vars(args).items() if key not in others}
     result = {"fixed": fixed, "halting": exits("sequence", halting), "tokens": exits("token", tokens)}
     if args.mean_loops:
         of_tokens = exits("token", tokens_at_loops)

@@ -10,6 +10,10 @@ are nearest to it and not above; on another slice, without overlap, this is meas
     tokens      each token exits by itself, as in generate; --write stores the criterion, its threshold and min_loops
                 in the model's generation_config.json, which generate then follows
 
+Sequences are as long as rows of the training, and those of its held-out text begin where validation cuts them. Start
+tokens that the model has not learned to predict are read and count in nothing. A note says if perplexity is far above
+that of the run's last validation.
+
 At equal mean loops criteria differ in what reading costs, which is in the predicted speed-up: those on logits read
 them at every check.
 
@@ -24,6 +28,7 @@ from looped_recipes.common.command_line import Parser, folder
 
 BEST = "the cheapest"
 SEQUENCES, LEAST_SEQUENCES = 64, 8  # in a slice
+LENGTH = 128
 BUDGETS = [0.01, 0.003, 0.03]
 
 
@@ -41,7 +46,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--min-loops", type=int, default=1)
     sequences = f"in each of the two slices; default: {SEQUENCES}, or as many as are held out"
     parser.add_argument("--sequences", type=int, help=sequences)
-    parser.add_argument("--length", type=int, default=128, help="tokens in a sequence")
+    length = f"tokens that are read of a sequence; default: as in training, or {LENGTH} for a model without its run"
+    parser.add_argument("--length", type=int, help=length)
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=2, help="of the timed runs, of which the fastest counts")
     parser.add_argument("--tokenizer", help="folder or name, for a model that comes without one")
