@@ -372,11 +372,11 @@ def test_the_command_measures_at_equal_loops(tmp_path, capsys):
         assert loops.mean().item() == pytest.approx(row[key], abs=0.02)
     assert row["calibrated_loops"] <= 3 and row["perplexity"] > 0 and row["predicted_speedup"] < LOOPS
     at_three = [row for row in result["at_mean_loops"]["tokens"] if row["wanted_loops"] == 3]
-    best = min(at_three, key=lambda row: row["perplexity"])
+    best = min(at_three, key=lambda row: row["calibrated_ratio"])
     if best["predicted_speedup"] > 1:
         assert model.generation_config.exit_criterion == best["criterion"]
         assert model.generation_config.exit_threshold == pytest.approx(best["threshold"], rel=1e-5)
-    assert f"Calibrated to 3 mean loops, {best['criterion']} has the lowest perplexity" in printed
+    assert f"Calibrated to 3 mean loops, {best['criterion']} has the lowest perplexity there" in printed
     assert "; a fixed depth of 3 has " in printed and "; a fixed depth of 1.5" not in printed
 
     with pytest.raises(ValueError, match="at 1.5 mean loops of tokens kl is left out: .* is 2. Raise --mean-loops"):
@@ -482,6 +482,8 @@ def test_start_tokens_count_in_nothing_that_the_command_says(tmp_path, capsys):
     assert row["calibrated_loops"] == pytest.approx(means["calibrated_loops"], rel=1e-4)
     assert row["mean_loops"] == pytest.approx(means["mean_loops"], rel=1e-4)
     assert row["perplexity"] == pytest.approx(math.exp(means["perplexity"]), rel=1e-4)
+    flops = [halting.flops_per_token(model.config, 7, *of) for of in ((4, 1), 2 * (means["calibrated_loops"],))]
+    assert row["calibrated_speedup"] == pytest.approx(flops[0] / flops[1], rel=1e-4)  # it is read after each loop
     full = content["result"]["fixed"][-1]["perplexity"]
     assert f"note: at 4 loops perplexity is {full:.2f}, but 2.72 in the last validation" in capsys.readouterr().out
 
@@ -673,9 +675,9 @@ def test_nothing_is_written_where_nothing_is_gained(tmp_path):
     model = AutoModelForCausalLM.from_pretrained(folder)
     before = (folder / "generation_config.json").read_text()
     args = halting.parse(command(folder))
-    slow = [{"criterion": "kl", "predicted_speedup": 0.9, "threshold": 0.5}]
+    slow = [{"criterion": "kl", "calibrated_speedup": 1.2, "predicted_speedup": 0.9, "threshold": 0.5}]
     assert "nothing is written" in halting.write_threshold(model, folder, halting.BEST, slow, args)
-    stuck = [{"criterion": "kl", "predicted_speedup": 1.1, "threshold": -math.inf}]
+    stuck = [{"criterion": "kl", "calibrated_speedup": 1.2, "predicted_speedup": 1.1, "threshold": -math.inf}]
     assert "nothing is written" in halting.write_threshold(model, folder, "kl", stuck, args)
     assert (folder / "generation_config.json").read_text() == before
 
@@ -683,7 +685,7 @@ def test_nothing_is_written_where_nothing_is_gained(tmp_path):
 def test_a_later_calibration_takes_the_place_of_one_at_another_depth(tmp_path):
     """Its threshold holds at the depth at which it was calibrated, also where that is the model's own."""
     folder = make_folder(tmp_path)
-    rows = [{"criterion": "kl", "predicted_speedup": 1.1, "threshold": 0.5}]
+    rows = [{"criterion": "kl", "calibrated_speedup": 1.2, "predicted_speedup": 1.1, "threshold": 0.5}]
     for num_loops, saved in ((LOOPS - 1, LOOPS - 1), (LOOPS, None)):
         model, args = AutoModelForCausalLM.from_pretrained(folder), halting.parse(command(folder))
         args.num_loops = num_loops

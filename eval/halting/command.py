@@ -221,23 +221,27 @@ def result_row(aim: dict, rule, units: Units, scored, learned, at_full_depth: fl
     """Return a row of results. aim: what the rule was calibrated for; units: calibration slice; scored: other slice,
     whose perplexity on its learned targets is `at_full_depth`."""
     per_sequence = scored.loops.ndim == 1
-    loops_after = scored.loops if per_sequence else scored.loops[learned]
-    loops, found = loops_after.double().mean().item(), mean_perplexity(scored.losses[learned])
+    loops, found = scored.loops if per_sequence else scored.loops[learned], mean_perplexity(scored.losses[learned])
     loops_before = exit_loops(rule, units.scores[rule.name])
     calibrated = perplexity_at(loops_before, units.losses)
     of_calibration = {} if "budget" in aim else {"calibrated_loops": loops_before.double().mean().item()}
-    full = flops_per_token(config, args.length, args.num_loops, 1)
-    readouts = mean_readouts(replace(rule, per_sequence=per_sequence), loops_after, args.num_loops)
+
+    def speedup(loops: torch.Tensor) -> float:
+        readouts = mean_readouts(replace(rule, per_sequence=per_sequence), loops, args.num_loops)
+        exiting = flops_per_token(config, args.length, loops.double().mean().item(), readouts)
+        return flops_per_token(config, args.length, args.num_loops, 1) / exiting
+
     return {
         "criterion": rule.name,
         **aim,
         "threshold": rule.threshold,
         **of_calibration,
         "calibrated_ratio": calibrated / mean_perplexity(units.losses[-1]),
+        "calibrated_speedup": speedup(loops_before),
         "perplexity": found,
         "ratio": found / at_full_depth,
-        "mean_loops": loops,
-        "predicted_speedup": full / flops_per_token(config, args.length, loops, readouts),
+        "mean_loops": loops.double().mean().item(),
+        "predicted_speedup": speedup(loops),
     }
 
 

@@ -9,7 +9,9 @@ def shallowest_depth(fixed: list[dict], budget: float) -> int:
 
 
 def cheapest(tokens: list[dict]) -> dict:
-    return max(tokens, key=lambda row: row["predicted_speedup"])
+    """Return the row with the greatest speed-up by FLOPs on the text of its calibration: the best of several on the
+    other text would look better than it is."""
+    return max(tokens, key=lambda row: row["calibrated_speedup"])
 
 
 MORE_LOOPS = 1.05  # times those asked for: more are not equal
@@ -21,12 +23,13 @@ def at_equal_loops(tokens: list[dict]) -> list[dict]:
 
 
 def best_at_equal_loops(tokens: list[dict]) -> dict:
-    """Return the row with the lowest perplexity, of those that did not buy it with more loops: `at_equal_loops`.
+    """Return the row with the lowest perplexity on the text of its calibration, of those that do not buy it with more
+    loops on the other: `at_equal_loops`.
 
     Rows with fewer loops than were asked for take part, so a better criterion may be among the others: thresholds at
     which many tokens have the same score leave no nearer number of loops.
     """
-    return min(at_equal_loops(tokens), key=lambda row: row["perplexity"])
+    return min(at_equal_loops(tokens), key=lambda row: row["calibrated_ratio"])
 
 
 def exits_gain(fixed: list[dict], tokens: list[dict], budget: float) -> bool:
@@ -57,8 +60,8 @@ def conclusion(fixed: list[dict], tokens: list[dict], budget: float, num_loops: 
 
 
 def conclusion_at_loops(fixed: list[dict], tokens: list[dict]) -> str:
-    """Name the criterion with the lowest perplexity at each mean number of loops, beside the fixed depth if there is
-    one, and those that are left out for taking more loops.
+    """Name the criterion with the lowest perplexity where it was calibrated at each mean number of loops, what it has
+    on the other text beside the fixed depth if there is one, and those that are left out for taking more loops.
 
     tokens: for each criterion and number of loops, the results of its calibrated threshold on other text.
     """
@@ -66,8 +69,8 @@ def conclusion_at_loops(fixed: list[dict], tokens: list[dict]) -> str:
     for wanted in dict.fromkeys(row["wanted_loops"] for row in tokens):
         rows = [row for row in tokens if row["wanted_loops"] == wanted]
         best, compared = best_at_equal_loops(rows), at_equal_loops(rows)
-        words = f"Calibrated to {wanted:g} mean loops, {best['criterion']} has the lowest perplexity"
-        words += f", {best['perplexity']:.2f} in {best['mean_loops']:.2f} loops"
+        words = f"Calibrated to {wanted:g} mean loops, {best['criterion']} has the lowest perplexity there"
+        words += f", and on the other text {best['perplexity']:.2f} in {best['mean_loops']:.2f} loops"
         at_depth = {row["loops"]: row["perplexity"] for row in fixed}.get(wanted)
         words += "" if at_depth is None else f"; a fixed depth of {wanted:g} has {at_depth:.2f}"
         more = [f"{row['criterion']} ({row['mean_loops']:.2f})" for row in rows if row not in compared]

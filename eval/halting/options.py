@@ -56,7 +56,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_device()
     parser.add_trust()
     write = "store the threshold that this criterion has for tokens at the first budget; without a name, the cheapest "
-    write += "criterion. Without budgets: at the first of --mean-loops, that with the lowest perplexity"
+    write += "criterion. Without budgets: at the first of --mean-loops, that with the lowest perplexity. Both are "
+    write += "chosen on the slice of the calibration"
     parser.add_argument("--write", nargs="?", const=BEST, metavar="CRITERION", help=write)
     place = "folder for halting.json and halting.svg; default: eval/ of the training run"
     parser.add_argument("--output", type=folder, help=place)

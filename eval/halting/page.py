@@ -9,7 +9,7 @@ from looped_recipes.common.chart import Chart, Line, named, save_charts
 from looped_recipes.common.files import write_whole
 from looped_recipes.common.words import counted, percent
 
-from .conclusion import conclusion, conclusion_at_loops
+from .conclusion import cheapest, conclusion, conclusion_at_loops
 
 
 EXPLANATION = Explanation(
@@ -58,15 +58,15 @@ def table(rows: list[dict]) -> Table:
 
 
 def finding(result: dict) -> str:
-    """Compare the fastest criterion for sequences, at the first budget, with the smallest fixed depth within it."""
+    """Compare the cheapest criterion for sequences, at the first budget, with the smallest fixed depth within it."""
     fixed, budget = result["fixed"], result["halting"][0]["budget"]
     full = fixed[-1]["loops"]
-    best = max((row for row in result["halting"] if row["budget"] == budget), key=lambda row: row["measured_speedup"])
+    best = cheapest([row for row in result["halting"] if row["budget"] == budget])
     name, speed = in_words(best["criterion"]), best["measured_speedup"]
     if speed <= 1:
         return (
-            f"No criterion pays within {percent(budget)} of perplexity: {name}, the fastest, scores text "
-            f"{speed:.2f} times as fast as {full} loops."
+            f"Exits do not pay within {percent(budget)} of perplexity: {name}, the cheapest where it was calibrated, "
+            f"scores text {speed:.2f} times as fast as {full} loops."
         )
     cost = best["ratio"] - 1
     words = (
