@@ -104,11 +104,15 @@ def test_the_curve_is_solid_as_far_as_the_token_ran():
 
 
 def test_the_first_sentence_says_how_long_tokens_took():
+    """Without the first, which is read from the prompt's pass."""
     shown = a_shown("a", "b", "c", loops=2)
-    assert finding(shown) == "Every token took 2 loops of 4."
-    other = a_shown("d", loops=4).pieces
+    first, other = a_shown("p", loops=3).pieces, a_shown("d", loops=4).pieces
+    shown = shown._replace(pieces=first + shown.pieces)
+    assert finding(shown) == "Every token after the first took 2 loops of 4."
     mixed = shown._replace(pieces=shown.pieces + other)
-    assert finding(mixed) == "A token took 2.50 of 4 loops in the mean; 3 of 4 took 2 loops."
+    assert finding(mixed) == "A token after the first took 2.50 of 4 loops in the mean; 3 of 4 took 2 loops."
+    alone = shown._replace(pieces=first)
+    assert finding(alone) == "The only new token took the prompt's 3 loops of 4: exits begin with the second."
     one_character = Piece("é", [token for piece in mixed.pieces for token in piece.tokens])
     assert shown._replace(pieces=[one_character]).mean_loops == 2.5
 
@@ -162,7 +166,8 @@ def test_loops_and_margins_are_those_of_the_model(folder, tmp_path, capsys):
     options = ["--exit-criterion", "logit_margin", "--exit-threshold", "0.5", "--max-new-tokens", "20"]
     output = tmp_path / "made" / "page.html"
     shown = show_loops.main([str(folder), "a b c", *options, "--min-loops", "2", "--output", str(output)])
-    assert "\x1b" not in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "\x1b" not in said
 
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), tiny_tokenizer()
     ids = tokenizer("a b c", return_tensors="pt")["input_ids"]
@@ -170,8 +175,10 @@ def test_loops_and_margins_are_those_of_the_model(folder, tmp_path, capsys):
     outputs = model.generate(ids, exit_criterion="logit_margin", exit_threshold=0.5, **settings)
     loops = [token.loops for token in shown.tokens]
     assert loops == outputs.token_loops[0].tolist() and len(set(loops)) > 1
-    assert shown.mean_loops == pytest.approx(sum(loops) / 20)
-    assert sum(shown.counts().values()) == 20 and shown.counts()[2] == loops.count(2)
+    assert loops[0] == 4  # those of the prompt, whatever the rule
+    assert shown.mean_loops == pytest.approx(sum(loops[1:]) / 19)
+    assert f"On average a token after the first took {sum(loops[1:]) / 19:.2f} of 4 loops" in said
+    assert sum(shown.counts().values()) == 19 and shown.counts()[2] == loops[1:].count(2)
     for depth in range(1, 5):  # each in a run of its own
         best = model(outputs.sequences, num_loops=depth).logits[0, 2:-1].topk(2).values
         found = torch.tensor([token.margins[depth - 1] for token in shown.tokens])

@@ -15,7 +15,7 @@ from looped_recipes.common.words import counted
 from modeling_looped.exit_criteria import ExitRule
 
 from .options import parse
-from .page import Piece, Shown, Token, color, ink, page, visible
+from .page import Piece, Shown, Token, color, finding, ink, page, visible
 
 
 LONGEST_CHARACTER = 4  # bytes of UTF-8, and so the most tokens that can share a character
@@ -114,13 +114,13 @@ def painted(shown: Shown) -> str:
 
     text = "".join(paint(piece.text, piece.loops) for piece in shown.pieces)
     keys = " ".join(paint(f" {k} ", k) + f" {count}" for k, count in shown.counts().items())
-    return f"\x1b[2m{visible(shown.prompt)}\x1b[0m{text}\n\nloops: {keys}"
+    return f"\x1b[2m{visible(shown.prompt)}\x1b[0m{text}\n\nloops after the first token: {keys}"
 
 
 def plain(shown: Shown) -> str:
     text = "".join(visible(piece.text) for piece in shown.pieces)
     keys = ", ".join(f"{k}: {count}" for k, count in shown.counts().items())
-    return f"{visible(shown.prompt)}{text}\n\ntokens by loops: {keys}"
+    return f"{visible(shown.prompt)}{text}\n\ntokens after the first by loops: {keys}"
 
 
 def has_colors(stream) -> bool:
@@ -157,7 +157,8 @@ def main(arguments: list[str]) -> Shown:
     print(painted(shown) if has_colors(sys.stdout) else plain(shown))
     write_whole(output, page(shown))
     print(f"\nthe page: {output}")
-    mean = f"On average a token took {loops_in_words(shown.mean_loops, shown.num_loops)}; {shown.rule}."
+    mean = loops_in_words(shown.mean_loops, shown.num_loops)
+    took = f"On average a token after the first took {mean}; {shown.rule}." if shown.later else finding(shown)
     exits = typed("looped halting", args.model, *trust_of(args))
-    say_result(mean, *([exits] if shown.num_loops > 1 else []))  # one loop has no exits
+    say_result(took, *([exits] if shown.num_loops > 1 else []))  # one loop has no exits
     return shown

@@ -3,7 +3,8 @@
 Lets the model write with early exit, prints the text with every token coloured by the loops it took, and writes one
 HTML page, without scripts and without a network, that also shows each token's logit margin over loops under the
 pointer. The criterion is that of --exit-criterion, else that of the model's generation_config.json (see
-`looped halting --write`), else kl at its published threshold.
+`looped halting --write`), else kl at its published threshold. The first new token is read from the prompt's pass: it
+takes the loops of the prompt, and is not counted among the others.
 """
 
 import argparse

@@ -41,12 +41,18 @@ class Shown(NamedTuple):
         return [token for piece in self.pieces for token in piece.tokens]
 
     @property
+    def later(self) -> list[Token]:
+        """The tokens that could exit: all but the first, which is read from the prompt's pass."""
+        return self.tokens[1:]
+
+    @property
     def mean_loops(self) -> float:
-        return sum(token.loops for token in self.tokens) / max(len(self.tokens), 1)
+        """Of the tokens that could exit."""
+        return sum(token.loops for token in self.later) / max(len(self.later), 1)
 
     def counts(self) -> dict[int, int]:
-        """Return {loops: number of tokens that took this many}."""
-        return {k: sum(token.loops == k for token in self.tokens) for k in range(1, self.num_loops + 1)}
+        """Return {loops: number of tokens that could exit and took this many}."""
+        return {k: sum(token.loops == k for token in self.later) for k in range(1, self.num_loops + 1)}
 
 
 def color(loops: float, num_loops: int) -> tuple[int, int, int]:
@@ -158,20 +164,24 @@ STYLE = """
 """
 EXPLANATION = Explanation(
     "A token's colour says after how many loops it was written; the darker, the more. Under the pointer, or the "
-    "finger: its logit margin over loops, from one pass over the whole text at full depth; dashed beyond its exit.",
+    "finger: its logit margin over loops, from one pass over the whole text at full depth; dashed beyond its exit. "
+    "The first token is read from the prompt's pass: it takes the loops of the prompt, and is not counted.",
     "Easy tokens, such as the rest of a word, take few loops, and hard ones more. Where all take the same, the "
     "criterion or its threshold tells nothing apart.",
 )
 
 
 def finding(shown: Shown) -> str:
-    counts, total = shown.counts(), len(shown.tokens)
+    counts, total = shown.counts(), len(shown.later)
     usual = max(counts, key=counts.get)
-    if not total:
+    if not shown.tokens:
         return "No token was written."
+    if not total:
+        took = f"{counted(shown.tokens[0].loops, 'loop')} of {shown.num_loops}"
+        return f"The only new token took the prompt's {took}: exits begin with the second."
     if counts[usual] == total:
-        return f"Every token took {counted(usual, 'loop')} of {shown.num_loops}."
-    words = f"A token took {shown.mean_loops:.2f} of {shown.num_loops} loops in the mean"
+        return f"Every token after the first took {counted(usual, 'loop')} of {shown.num_loops}."
+    words = f"A token after the first took {shown.mean_loops:.2f} of {shown.num_loops} loops in the mean"
     return f"{words}; {counts[usual]} of {total} took {counted(usual, 'loop')}."
 
 
@@ -180,7 +190,7 @@ def page(shown: Shown) -> str:
     text = f'<span class="prompt">{escape(visible(shown.prompt))}</span>{spans(shown)}'
     sections = [
         Section("The text", [Raw(f'<div class="text">{text}</div>'), EXPLANATION]),
-        Section("Tokens by their loops", [Raw(f'<div class="bars">{legend(shown)}</div>')]),
+        Section("Tokens after the first by their loops", [Raw(f'<div class="bars">{legend(shown)}</div>')]),
         Section("How it was written", [Table(["", ""], facts)]),
     ]
     return to_html("Loops of every token", sections, [finding(shown)], STYLE)
