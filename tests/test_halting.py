@@ -8,6 +8,7 @@ import random
 import re
 import shutil
 
+import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
@@ -474,14 +475,20 @@ def test_start_tokens_count_in_nothing_that_the_command_says(tmp_path, capsys):
     for ids in calibration:  # each token exits by its scores in passes of fixed depth
         entropies = torch.stack(naive_scores(model, "entropy", ids[:-1]))[:, ids[1:] != start]
         found["calibrated_loops"] += exit_loops(ExitRule("entropy", row["threshold"]), entropies).tolist()
+    changes = []
     for ids in rows:  # and here what later tokens see are its exits
         outputs, kept = model(ids[None, :-1], exit_rule=ExitRule("entropy", row["threshold"])), ids[1:] != start
         found["mean_loops"] += outputs.token_loops[0][kept].tolist()
         found["perplexity"] += F.cross_entropy(outputs.logits[0][kept], ids[1:][kept], reduction="none").tolist()
+        full = F.cross_entropy(model(ids[None, :-1]).logits[0][kept], ids[1:][kept], reduction="sum")
+        changes.append([sum(found["perplexity"][-kept.sum() :]) - full.item(), kept.sum().item()])
     means = {key: sum(values) / len(values) for key, values in found.items()}
     assert row["calibrated_loops"] == pytest.approx(means["calibrated_loops"], rel=1e-4)
     assert row["mean_loops"] == pytest.approx(means["mean_loops"], rel=1e-4)
     assert row["perplexity"] == pytest.approx(math.exp(means["perplexity"]), rel=1e-4)
+    draws = np.random.default_rng(0).choice(changes, (4000, 8)).sum(1)  # sequences, drawn again
+    spread = row["ratio"] * (draws[:, 0] / draws[:, 1]).std() * math.sqrt(8 / 7)
+    assert row["ratio_error"] == pytest.approx(spread, rel=0.05)
     flops = [halting.flops_per_token(model.config, 7, *of) for of in ((4, 1), 2 * (means["calibrated_loops"],))]
     assert row["calibrated_speedup"] == pytest.approx(flops[0] / flops[1], rel=1e-4)  # it is read after each loop
     full = content["result"]["fixed"][-1]["perplexity"]

@@ -26,6 +26,7 @@ from looped_recipes.common.files import check_writable
 from looped_recipes.common.flops import attention_flops, forward_flops_per_token, sizes
 from looped_recipes.common.metrics import read_metrics
 from looped_recipes.common.provenance import note_what_is_replaced, write_json
+from looped_recipes.common.ratios import standard_error
 from looped_recipes.common.token_losses import perplexity
 from looped_recipes.data.sources import training_source
 from looped_recipes.settings.recipe import DataConfig
@@ -217,9 +218,9 @@ def out_of_reach(units: Units, names: list[str], unit: str, args) -> list[str]:
     ]
 
 
-def result_row(aim: dict, rule, units: Units, scored, learned, at_full_depth: float, config, args) -> dict:
+def result_row(aim: dict, rule, units: Units, scored, learned, full, config, args) -> dict:
     """Return a row of results. aim: what the rule was calibrated for; units: calibration slice; scored: other slice,
-    whose perplexity on its learned targets is `at_full_depth`."""
+    of which `learned` targets count; full: its losses at full depth, [sequences, tokens]."""
     per_sequence = scored.loops.ndim == 1
     loops, found = scored.loops if per_sequence else scored.loops[learned], mean_perplexity(scored.losses[learned])
     loops_before = exit_loops(rule, units.scores[rule.name])
@@ -231,6 +232,8 @@ def result_row(aim: dict, rule, units: Units, scored, learned, at_full_depth: fl
         exiting = flops_per_token(config, args.length, loops.double().mean().item(), readouts)
         return flops_per_token(config, args.length, args.num_loops, 1) / exiting
 
+    ratio = found / mean_perplexity(full[learned])
+    changes = (scored.losses - full).double().where(learned, 0).sum(-1)
     return {
         "criterion": rule.name,
         **aim,
@@ -239,14 +242,16 @@ def result_row(aim: dict, rule, units: Units, scored, learned, at_full_depth: fl
         "calibrated_ratio": calibrated / mean_perplexity(units.losses[-1]),
         "calibrated_speedup": speedup(loops_before),
         "perplexity": found,
-        "ratio": found / at_full_depth,
+        "ratio": ratio,
+        "ratio_error": ratio * standard_error(changes, learned.sum(-1)).item(),
         "mean_loops": loops.double().mean().item(),
         "predicted_speedup": speedup(loops),
     }
 
 
-def sequence_level(model, calibration: Units, rows: torch.Tensor, names: list[str], args) -> tuple[list, list]:
-    """Measure fixed depths and sequences that exit, all timed in turns; return the rows of a table for each."""
+def sequence_level(model, calibration: Units, rows: torch.Tensor, names: list[str], args) -> tuple:
+    """Measure fixed depths and sequences that exit, all timed in turns; return the rows of a table for each, and the
+    losses at full depth."""
     depths, size = range(1, args.num_loops + 1), args.batch_size
     rules = rules_of(calibration, names, args.budget, args, model.config)
     runs = {k: partial(at_depth, model, num_loops=k, batch_size=size) for k in depths}
@@ -255,31 +260,30 @@ def sequence_level(model, calibration: Units, rows: torch.Tensor, names: list[st
     warm_ups = [partial(run, rows[:size]) for run in runs.values()]
     seconds, scored = least_seconds({k: partial(run, rows) for k, run in runs.items()}, args.repeats, warm_ups)
     tokens, full = rows[:, 1:].numel(), seconds[args.num_loops]
-    learned = learned_targets(rows, args.unlearned)
-    at_full_depth = mean_perplexity(scored[args.num_loops].losses[learned])
+    learned, losses = learned_targets(rows, args.unlearned), scored[args.num_loops].losses
     fixed = []
     for k in depths:
         found = mean_perplexity(scored[k].losses[learned])
-        row = {"loops": k, "perplexity": found, "ratio": found / at_full_depth}
+        row = {"loops": k, "perplexity": found, "ratio": found / mean_perplexity(losses[learned])}
         fixed.append({**row, "speedup": full / seconds[k], "tokens_per_second": tokens / seconds[k]})
     halting = []
     for aim, rule in rules:
-        row = result_row(aim, rule, calibration, scored[rule], learned, at_full_depth, model.config, args)
+        row = result_row(aim, rule, calibration, scored[rule], learned, losses, model.config, args)
         speed = {"measured_speedup": full / seconds[rule], "tokens_per_second": tokens / seconds[rule]}
         halting.append(row | speed)
-    return fixed, halting
+    return fixed, halting, losses
 
 
 def token_level(
-    model, calibration: Units, rows: torch.Tensor, names: list[str], at_full_depth: float, args
+    model, calibration: Units, rows: torch.Tensor, names: list[str], full: torch.Tensor, args
 ) -> list[dict]:
     """Measure tokens that exit, for the first budget only, as in --write, and for all of --mean-loops.
-    at_full_depth: perplexity without exits."""
+    full: losses without exits."""
     found, learned = [], learned_targets(rows, args.unlearned)
     rules = rules_of(calibration, names, args.budget[:1], args, model.config)
     for aim, rule in progress(rules, "tokens that exit"):
         scored = with_token_exits(model, rows, rule, args.num_loops, args.batch_size)
-        found.append(result_row(aim, rule, calibration, scored, learned, at_full_depth, model.config, args))
+        found.append(result_row(aim, rule, calibration, scored, learned, full, model.config, args))
     return found
 
 
@@ -320,9 +324,9 @@ def cell(key: str, value) -> str:
     if key == "wanted_loops":
         return f"{value:g}"
     if isinstance(value, float) and not math.isfinite(value):
-        return "never"
+        return "never" if key == "threshold" else "unknown"
     if isinstance(value, float):
-        digits = {"tokens_per_second": 0, "ratio": 4, "calibrated_ratio": 4}.get(key, 3)
+        digits = {"tokens_per_second": 0, "ratio": 4, "ratio_error": 4, "calibrated_ratio": 4}.get(key, 3)
         return f"{value:,.{digits}f}" if key != "threshold" else f"{value:.4g}"
     return str(value)
 
@@ -382,10 +386,10 @@ def run(args) -> Path:
     if not args.budget and len(missed["tokens"]) == len(names) * len(args.mean_loops):
         raise ValueError(f"{'; '.join(missed['tokens'])}. Raise --mean-loops, or name other --criteria")
     notes += sum(missed.values(), [])
-    fixed, found = sequence_level(model, parts["sequences"], rows, names, args)
+    fixed, found, full = sequence_level(model, parts["sequences"], rows, names, args)
     notes += far_from_validation(args, fixed[-1])
     halting, sequences_at_loops = split(found)
-    tokens, tokens_at_loops = split(token_level(model, parts["tokens"], rows, names, fixed[-1]["perplexity"], args))
+    tokens, tokens_at_loops = split(token_level(model, parts["tokens"], rows, names, full, args))
 
     print(f"{args.model}: two slices of {args.sequences} sequences of {args.length} tokens, {args.read}")
     for note in notes:

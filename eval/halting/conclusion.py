@@ -52,7 +52,8 @@ def conclusion(fixed: list[dict], tokens: list[dict], budget: float, num_loops: 
         return f"No exit pays {within}, but a fixed depth of {shallowest} does: num_loops={shallowest} is enough."
     found = f"{best['criterion']} takes {loops_in_words(best['mean_loops'], num_loops)}, calibrated to be {within}"
     if best["ratio"] > 1 + budget:
-        found += f" (on the other text it is {100 * best['ratio'] - 100:.2f} % worse)"
+        worse, error = 100 * best["ratio"] - 100, 100 * best["ratio_error"]
+        found += f" (on the other text it is {worse:.2f} % worse, ± {error:.2f} by its sequences)"
     if shallowest == num_loops:
         return f"{found}; no smaller fixed depth is."
     verdict = "Exits need fewer loops" if exits_gain(fixed, tokens, budget) else "Exits gain nothing over that"

@@ -30,6 +30,7 @@ COLUMNS = {
     "mean_loops": "mean loops",
     "perplexity": "perplexity",
     "ratio": "against full depth",
+    "ratio_error": "±",
     "speedup": "speed-up",
     "predicted_speedup": "speed-up by FLOPs",
     "measured_speedup": "speed-up measured",
@@ -45,10 +46,10 @@ def cell(key: str, value) -> str:
     if isinstance(value, str):
         return in_words(value)
     if value is None or not math.isfinite(value):
-        return "never"
+        return "never" if key == "threshold" else "unknown"
     if key == "budget":
         return percent(value)
-    digits = {"tokens_per_second": 0, "ratio": 4, "threshold": None, "loops": None}.get(key, 2)
+    digits = {"tokens_per_second": 0, "ratio": 4, "ratio_error": 4, "threshold": None, "loops": None}.get(key, 2)
     return written(value) if digits is None else f"{value:,.{digits}f}"
 
 
