@@ -242,14 +242,14 @@ def main(arguments: list[str]):
         if name:
             lm.rule, arguments = replace(lm.rule, threshold=threshold), {**arguments, "exit_threshold": threshold}
         results = results_by_depth(lm, arguments, tracker_args, **options)
-        if not results:  # only the first process has results
+        if not results:
             continue
         if config.show_config:
             print(json.dumps(results, indent=2, default=handle_non_serializable, ensure_ascii=False))
         for measure, of_series in curves_of(results, name).items():
             curves.setdefault(measure, {}).update(of_series)
         rows += exit_rows(results)
-    if not curves:
+    if not results:  # only the first process has results
         return
     if config.output_path and lm.rule is not None and rows:
         write_exits(rows, Path(config.output_path) / "exits.csv")
