@@ -18,7 +18,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast,
 import modeling_looped
 from looped_recipes.common.console import COMMANDS
 from looped_recipes.demo.page import after_loops, counted, hardest, listed, percent
+from looped_recipes.engine.sweep_runs import load_sweep
 from looped_recipes.settings.paths import recipe_file
+from looped_recipes.settings.recipe import RecipeError, load_recipe
+from looped_recipes.settings.sweep_files import is_sweep
 from modeling_looped import LoopedConfig, LoopedForCausalLM, save_public
 from modeling_looped.exit_criteria import CRITERIA, ExitRule
 from tests.helpers import tiny_config, tiny_model
@@ -158,6 +161,25 @@ def test_recipes_exist():
     }
     assert len(named) > 10
     assert [(page, name) for page, name in named if not recipe_file(name).exists()] == []
+
+
+def test_recipes_take_the_settings_of_their_commands():
+    begins = re.compile(
+        r"(?:^|\s)(?:looped (?:pretrain|plan|sweep|prepare)|-m looped_recipes\.pretrain) (\S+\.yaml) ([^#]*)"
+    )
+    refused, checked = [], 0
+    for _, line in written_commands():
+        for path, words in begins.findall(line):
+            settings = [word for word in words.split() if re.match(r"(?!slurm)\w+\.\w+=", word)]
+            if not settings or not recipe_file(path).exists():
+                continue
+            checked += 1
+            try:
+                (load_sweep if is_sweep(path) else load_recipe)(path, settings)
+            except RecipeError as error:
+                refused.append((line, str(error)))
+    assert checked > 10
+    assert refused == []
 
 
 WITH_NAMES = ("benchmark", "diagnose", "laws")  # each name of these has options of its own
