@@ -24,7 +24,7 @@ def main(arguments: list[str] | None = None):
 def describe(prepared) -> str:
     from looped_recipes.data.overlap import notes
 
-    lines = notes(prepared.manifest)
+    lines = cuts(prepared.manifest) + notes(prepared.manifest)
     lines += [f"{prepared.folder}", f"{'':10}  {'documents':>12}  {'tokens':>15}  {'bytes':>15}  {'rows':>12}"]
     for split in ("train", "validation"):
         counts = prepared.manifest["counts"][split]
@@ -33,6 +33,22 @@ def describe(prepared) -> str:
     counts = prepared.manifest["counts"]["train"]
     lines.append(f"vocabulary of {len(prepared.tokenizer):,}, {counts['bytes'] / counts['tokens']:.2f} bytes a token")
     return "\n".join(lines)
+
+
+def cuts(manifest: dict) -> list[str]:
+    """Return a line on the text files that were cut into several documents."""
+    from looped_recipes.data.sources import MANY_TEXTS, TEXT_DOCUMENT
+
+    source, num_files = manifest["settings"]["source"], manifest.get("text_files", 0)
+    is_held_out = "fraction" in manifest["settings"]["validation"]
+    splits = ("train", "validation") if is_held_out else ("train",)
+    pieces = sum(manifest["counts"][split]["documents"] for split in splits)
+    if not 0 < num_files < pieces or source.get("joined_by") is not None:
+        return []
+    size = source.get("text_size", TEXT_DOCUMENT)
+    said = f"{num_files:,} text files were cut into {pieces:,} documents, at blank lines after {size:,} characters"
+    said += ", and held out of training piece by piece" * is_held_out
+    return [said + f"; {MANY_TEXTS:,} files or more stay whole" * (size == TEXT_DOCUMENT)]
 
 
 if __name__ == "__main__":

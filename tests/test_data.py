@@ -2,6 +2,7 @@
 
 import dataclasses
 import errno
+import functools
 import gzip
 import json
 import math
@@ -721,6 +722,32 @@ def test_a_long_text_file_gives_documents_to_hold_out(make_data, tmp_path):
     assert len(documents) > 20 and max(map(len, documents)) < 17_000
     prepared = shards.prepare(make_data(source=tmp_path / "book.txt", validation_fraction=0.2))
     assert len(prepared.validation)
+
+
+def test_many_text_files_are_documents_as_the_same_texts_are_in_jsonl(make_data, tmp_path, monkeypatch):
+    """Few are cut: of three files a hundredth can not be held out. `prepare` says what became of them."""
+    texts = [f"{'w00' * 1400}\n\n{text}\n" for text in make_documents(20)]
+    write_jsonl(tmp_path / "texts.jsonl", texts)
+    (tmp_path / "texts").mkdir()
+    made = functools.partial(make_data, tokenizer="word")
+    for number, text in enumerate(texts):
+        (tmp_path / "texts" / f"{number:02}.txt").write_text(text)
+    few = shards.prepare(made(source=tmp_path / "texts"))
+    said = "20 text files were cut into 40 documents, at blank lines after 4,096 characters, and held out of training "
+    assert prepare.describe(few).startswith(said + "piece by piece; 1,000 files or more stay whole\n")
+
+    monkeypatch.setattr(sources, "MANY_TEXTS", 20)
+    many = shards.prepare(made(source=tmp_path / "texts"))
+    rows = shards.prepare(made(source=tmp_path / "texts.jsonl"))
+    assert len(texts_of(many, "validation")) > 1
+    for split in ("train", "validation"):
+        assert texts_of(many, split) == texts_of(rows, split)
+    assert many.folder != few.folder
+    assert "text files" not in prepare.describe(many) + prepare.describe(rows)
+    assert load(tmp_path / "texts", streaming=True) == texts
+
+    own = shards.prepare(made(source=tmp_path / "texts", validation_source=str(tmp_path / "texts" / "07.txt")))
+    assert own.manifest["overlapping_documents"] == 1 and own.manifest["counts"]["validation"]["documents"] == 1
 
 
 def test_wikitext_lines_are_joined_to_articles(monkeypatch):

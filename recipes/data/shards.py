@@ -184,7 +184,7 @@ def _build(folder: Path, data: DataConfig, settings: dict, training: Source, val
         # every document of the validation source
         maker = dataclasses.replace(maker, held_out=HeldOut(fraction=1.0), held_out_split="validation")
         parts += make_parts(maker, "validation", validation_documents, validation, data.num_proc)
-    _write_manifest(folder, settings, tokenizer, maker, parts)
+    _write_manifest(folder, settings, tokenizer, maker, parts, text_files=training.num_texts)
 
 
 def _maker(folder: Path, data: DataConfig, tokenizer, held_out: HeldOut, held_out_split: str | None) -> PartMaker:
@@ -279,7 +279,12 @@ def _as_it_is_now(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> PreTr
 
 
 def _write_manifest(
-    folder: Path, settings: dict, tokenizer: PreTrainedTokenizerBase, maker: PartMaker, parts: list[str]
+    folder: Path,
+    settings: dict,
+    tokenizer: PreTrainedTokenizerBase,
+    maker: PartMaker,
+    parts: list[str],
+    text_files: int = 0,
 ):
     facts = [read_sealed(folder / f"{part}.json") for part in parts]
     counts = {
@@ -308,6 +313,7 @@ def _write_manifest(
         "counts": counts,
         "overlapping_documents": sum(fact["overlapping_documents"] for fact in facts),
         "empty_documents": sum(fact.get("empty_documents", 0) for fact in facts),
+        "text_files": text_files,
         "overlap": overlap(*(packed_tokens(folder, shards[split]) for split in ("validation", "train"))),
         "dtype": maker.dtype,
         "shards": shards,

@@ -1,9 +1,9 @@
 """Sources of documents: any `datasets` name, local files, or the text that comes with every Python.
 
 Everything is read through `datasets` into one column `text`, which holds token ids if `token_field` is set. A document
-is a row of the source, with two exceptions: in plain text files it is a file, or a piece of a long one; and in sources
-that hold one line per row, such as WikiText, `document_start` joins lines to documents. With `joined_by` there are no
-documents: all rows are one text.
+is a row of the source, with two exceptions: of many plain text files each is one, and fewer are cut into pieces, so
+that some can be held out; and in sources that hold one line per row, such as WikiText, `document_start` joins lines to
+documents. With `joined_by` there are no documents: all rows are one text.
 """
 
 import contextlib
@@ -59,6 +59,8 @@ COMPRESSIONS = {".gz", ".zst", ".xz", ".bz2"}
 BYTE_ORDER_MARK = "\ufeff"
 # characters after which a text file is cut at the next blank line: one piece in a hundred is held out by default
 TEXT_DOCUMENT = 4096
+MANY_TEXTS = 1000  # of so many text files enough can be held out whole: they are documents as they are
+LONGEST_TEXT = 2**20  # characters after which even these are cut, for the memory of tokenizers
 LONGEST_REASON = 500  # characters
 FRONT_MATTER = re.compile(r"\s*---\s*\n(.*?)\n---\s*$", re.DOTALL | re.MULTILINE)  # the YAML that begins a README.md
 WIKITEXT = {"Salesforce/wikitext", "wikitext"}
@@ -76,10 +78,12 @@ class Source:
     document_start: str | None
     joined_by: str | None = None
     token_field: str | None = None
+    training: str | None = None  # the source of training, for one of validation, whose texts are cut alike
 
     def settings(self) -> dict:
         """Return what decides the documents, without reading them; it changes when a file changes."""
         fields = {**vars(self), "document_start": self._document_start()}
+        del fields["training"]
         for name in ("joined_by", "token_field"):  # shards of older versions lack these settings
             if fields[name] is None:
                 del fields[name]
@@ -96,6 +100,8 @@ class Source:
         files = local_files(self.name)
         if files is not None:
             fields["files"] = _digest_of_files(files)
+            if self.num_texts and self.text_size != TEXT_DOCUMENT:  # older versions cut all texts alike
+                fields["text_size"] = self.text_size
             fields["name"] = str(expanded(self.name).absolute())
             if (said := said_of_splits(expanded(self.name))) is not None:
                 fields["splits"] = _digest(said)
@@ -152,8 +158,19 @@ class Source:
         reader._cache_dir = reader._output_dir = reader._build_cache_dir()
         documents = _read(reader, self.split, self.streaming)
         if _builder(self.name, files) == "text" and self.text_field == "text":
-            documents = documents.map(_cut_texts, batched=True, batch_size=16)
+            size = {"size": self.text_size}
+            documents = documents.map(_cut_texts, batched=True, batch_size=16, fn_kwargs=size)
         return documents
+
+    @property
+    def num_texts(self) -> int:
+        """Return the number of plain text files; 0 if the source is of another kind."""
+        return num_texts(self.name)
+
+    @property
+    def text_size(self) -> int:
+        """Return the number of characters after which a text file is cut."""
+        return LONGEST_TEXT if num_texts(self.training or self.name) >= MANY_TEXTS else TEXT_DOCUMENT
 
     def unused_splits(self) -> list[str]:
         """Return the splits of a folder that `split` leaves out."""
@@ -261,6 +278,7 @@ def _source(data: DataConfig, name: str, config: str | None, split: str) -> Sour
         document_start=data.document_start,
         joined_by=data.joined_by,
         token_field=data.token_field,
+        training=data.source,
     )
 
 
@@ -348,6 +366,11 @@ def local_files(name: str) -> list[Path] | None:
     if name in _PACKAGED_DATASETS_MODULES:  # it would read all files of the working directory, even pickles by pandas
         raise RecipeError(f"{name!r} is a format of `datasets`, not a dataset: name the files, or their folder")
     return None
+
+
+def num_texts(name: str) -> int:
+    files = None if name == "embedded" or is_saved(name) else local_files(name)
+    return len(files) if files is not None and all(_builder_of(file) == "text" for file in files) else 0
 
 
 def is_hidden(file: Path, folder: Path) -> bool:
@@ -494,7 +517,7 @@ def join_rows(rows: Iterable[dict], joined_by: str) -> Iterator[dict]:
         yield {"text": piece}
 
 
-def cut_at_blank_lines(text: str, size: int = TEXT_DOCUMENT) -> list[str]:
+def cut_at_blank_lines(text: str, size: int) -> list[str]:
     """Return pieces that join to `text`: cut at the first blank line after `size` characters, or at the first line end
     after 2 * size; a longer line is cut into parts of 2 * size."""
     pieces, piece, length = [], [], 0
@@ -508,6 +531,6 @@ def cut_at_blank_lines(text: str, size: int = TEXT_DOCUMENT) -> list[str]:
     return pieces + ["".join(piece)] if piece else pieces
 
 
-def _cut_texts(batch: dict) -> dict:
+def _cut_texts(batch: dict, size: int) -> dict:
     texts = (text.removeprefix(BYTE_ORDER_MARK) for text in batch["text"])
-    return {"text": [piece for text in texts for piece in cut_at_blank_lines(text)]}
+    return {"text": [piece for text in texts for piece in cut_at_blank_lines(text, size)]}
