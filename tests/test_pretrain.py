@@ -760,7 +760,8 @@ def test_settings_that_change_no_step_may_change(whole_run, half_done, training_
     more += [f"data.source={tmp_path / 'copy.jsonl'}", f"data.cache_dir={tmp_path / 'shards'}"]
     main([str(SMOKE / "parcae.yaml"), *smoke_settings(training_text, tmp_path / "moved", *more)])
     assert logged_losses(tmp_path / "moved") == pytest.approx(logged_losses(whole_run), rel=2e-4)
-    assert re.search(r"at step 3; changed: validation.rows was \d+, is 1\n", capsys.readouterr().out)
+    said = r"at step 3; changed: validation.rows was \d+, is 1; validation.spread was None, is True\n"
+    assert re.search(said, capsys.readouterr().out)
 
 
 def test_rates_and_length_may_change_on_purpose(half_done, training_text, tmp_path, capsys):

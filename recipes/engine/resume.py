@@ -62,6 +62,8 @@ def compared_settings(recipe: Recipe, config: LoopedConfig, data, precision: str
         "training": {name: getattr(recipe.training, name) for name in COMPARED_TRAINING},
         VALIDATION: {
             "rows": min(recipe.evaluation.rows, len(data.validation)),
+            # older versions read the first rows: what they measured is not compared with what is measured now
+            **({"spread": True} if recipe.evaluation.rows < len(data.validation) else {}),
             "sampled_rows": sample_of_rows(data.validation),
         },
         "precision": precision,

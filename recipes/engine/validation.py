@@ -20,9 +20,11 @@ from .tensor_parallel import data_rank
 
 @torch.no_grad()
 def validate(accelerator: Accelerator, model, config, recipe: Recipe, validation: PackedRows) -> dict[str, float]:
-    """Return cross-entropy and bits per byte over the first rows, at every depth. Every process calls it."""
+    """Return cross-entropy and bits per byte over rows spread over the split, at every depth. Every process
+    calls it."""
     size = recipe.training.micro_batch_size
-    count = min(recipe.evaluation.rows, len(validation))
+    chosen = spread_rows(len(validation), recipe.evaluation.rows)
+    count = len(chosen)
     index, world = data_rank(accelerator)
     mine = list(range(count))[index::world]
     loops = recipe.evaluation.loops or list(range(1, config.num_loops + 1))
@@ -34,7 +36,7 @@ def validate(accelerator: Accelerator, model, config, recipe: Recipe, validation
         begin_step(recipe.training.compile == "cuda_graphs")
         rows = mine[i * size : (i + 1) * size]
         # a process without rows left runs row 0 and does not count it: FSDP needs all processes in every pass
-        batch = validation.batch(rows or [0])
+        batch = validation.batch([chosen[row] for row in rows or [0]])
         num_bytes = validation.num_bytes(batch["labels"]).to(accelerator.device)
         batch = {key: value.to(accelerator.device) for key, value in batch.items()}
         losses = losses_at(model, config, loops, batch)
@@ -60,6 +62,12 @@ def validate(accelerator: Accelerator, model, config, recipe: Recipe, validation
         metrics["validation/bits_per_byte_error"] = errors.max().item()
     metrics["validation/loss"] = metrics[f"validation/loss_at_{depth_of_loss(loops, config.num_loops)}"]
     return metrics
+
+
+def spread_rows(available: int, count: int) -> list[int]:
+    """Return at most `count` rows at equal distances: the first ones are of the first files of a folder alone."""
+    count = min(count, available)
+    return [number * available // count for number in range(count)]
 
 
 def depths_in_one_pass(config) -> bool:

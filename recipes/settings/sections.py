@@ -167,7 +167,7 @@ class TrainingConfig:
 @dataclass
 class EvaluationConfig:
     every: int = 250  # steps
-    rows: int = 128  # the first of the held-out text
+    rows: int = 128  # of the held-out text, at equal distances
     loops: list[int] | None = None  # None: 1..num_loops, one pass for all
 
 
