@@ -775,6 +775,16 @@ def test_rates_and_length_may_change_on_purpose(half_done, training_text, tmp_pa
     assert len(rates) == 7
 
 
+def test_a_longer_run_says_that_its_rate_rises_again(whole_run, training_text, tmp_path, capsys):
+    shutil.copytree(whole_run, tmp_path / "run")
+    more = ["training.steps=12", "training.stop_after=7"]
+    main([str(SMOKE / "parcae.yaml"), *smoke_settings(training_text, tmp_path / "run", *more)])
+    said = "of 6 steps, step 5 had 33.3% of its full value; of 12, step 6 has 100.0%. To go on from before the decay"
+    assert f"the learning rate rises: {said}" in capsys.readouterr().out
+    rates = logged_values(tmp_path / "run", "lr")
+    assert rates[5] == pytest.approx(rates[0] / 3) and rates[6] == pytest.approx(rates[0])
+
+
 def test_golden_curve(whole_run):
     """The losses of a smoke run, but for rounding: processors and versions differ in it, in the updates of Muon more
     than in the first pass. Bit for bit they are compared with other runs of this session, above."""

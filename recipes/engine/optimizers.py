@@ -218,6 +218,12 @@ def set_learning_rates(schedulers: list[LambdaLR], step: int):
         scheduler._last_lr = rates  # returned by get_last_lr
 
 
+def rate_factor(config: ScheduleConfig, total_steps: int, step: int) -> float:
+    """Return the part of the base rates that a schedule gives at a step."""
+    (scheduler,) = build_schedulers([torch.optim.SGD([torch.zeros(1)], lr=1.0)], config, total_steps)
+    return scheduler.lr_lambdas[0](step)
+
+
 def learning_rates(optimizers: list[torch.optim.Optimizer]) -> dict[str, float]:
     """Return the learning rates to log, by the names of their settings; of several `lr` that of the first group."""
     rates: dict[str, float] = {}

@@ -20,7 +20,7 @@ from looped_recipes.common.provenance import own_command
 from looped_recipes.data.shards import prepare
 from looped_recipes.engine.batches import Batches
 from looped_recipes.engine.beginning import build_model, check_launch, precision_of
-from looped_recipes.engine.checkpoint import step_name
+from looped_recipes.engine.checkpoint import read_marker, step_name
 from looped_recipes.engine.compiling import begin_step, take_options
 from looped_recipes.engine.distributed import (
     bare,
@@ -34,12 +34,12 @@ from looped_recipes.engine.export import export_model
 from looped_recipes.engine.finite import ADVICE, Divergence
 from looped_recipes.engine.interruption import Interrupted, Interruption
 from looped_recipes.engine.monitor import Monitor
-from looped_recipes.engine.optimizers import build_optimizers, build_schedulers
+from looped_recipes.engine.optimizers import build_optimizers, build_schedulers, rate_factor
 from looped_recipes.engine.peers import main_process_first
 from looped_recipes.engine.profiling import Profile
 from looped_recipes.engine.publish import create_repository, model_card, push
 from looped_recipes.engine.reports import StepReports
-from looped_recipes.engine.resume import compared_settings
+from looped_recipes.engine.resume import compared_settings, with_later_fields
 from looped_recipes.engine.run_checkpoints import Progress, RunCheckpoints
 from looped_recipes.engine.saving import CheckpointError, error_of_saving, on_main_process, only_run
 from looped_recipes.engine.step import Steps
@@ -48,8 +48,10 @@ from looped_recipes.engine.validation import validate
 from looped_recipes.settings.operations import Operations
 from looped_recipes.settings.recipe import Recipe
 from looped_recipes.settings.run_checks import check_run, note_on_windows
+from looped_recipes.settings.sections import ScheduleConfig
 
 
+MUCH = 1.5  # a rise of the learning rate that is told
 RESULTS = ("recipe.yaml", "metrics.jsonl")  # files of a finished run for which checksums are stored
 
 
@@ -175,6 +177,8 @@ class Pretraining:
             )
         if self.taper is not None:
             self.taper.check_length(self.step, self.progress.total_steps or self.total_steps)
+        if found is not None:
+            self.say_jump(found)
         self.progress.total_steps = self.total_steps
         self.go_to(self.step)
         if recipe.training.push_to_hub:
@@ -183,6 +187,22 @@ class Pretraining:
         if recipe.logging.trackers:
             purge = {"tensorboard": {"purge_step": self.step}}  # drops what was logged after the checkpoint
             self.accelerator.init_trackers(recipe.logging.project, flat(recipe.to_dict()), init_kwargs=purge)
+
+    def say_jump(self, checkpoint: Path):
+        """Say that a run of more steps than before goes on at a higher rate than the one to which it had come down."""
+        before = self.progress.total_steps or self.total_steps
+        if self.step >= self.total_steps or before >= self.total_steps:
+            return
+        old = ScheduleConfig(**with_later_fields(read_marker(checkpoint)["config"])["schedule"])
+        same = min(self.step, before - 1)
+        was = rate_factor(old, before, same)
+        now = rate_factor(self.recipe.schedule, self.total_steps, self.step)
+        if now > MUCH * was:
+            self.accelerator.print(
+                f"the learning rate rises: of {before} steps, step {same} had {was:.1%} of its full value; of "
+                f"{self.total_steps}, step {self.step} has {now:.1%}. To go on from before the decay, put the newer "
+                f"folders of {self.output / 'checkpoints'} aside and launch again"
+            )
 
     @property
     def leaves_off(self) -> bool:
