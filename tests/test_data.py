@@ -545,6 +545,25 @@ def prepare_and_count(data: DataConfig, path: Path):
     shards.prepare(data)
 
 
+def test_a_preparation_says_what_has_changed_since_the_last(make_data, tmp_path, capsys):
+    data = make_data(tokenizer="word")
+    first = shards.prepare(data).folder
+    assert capsys.readouterr().out == f"preparing the data in {first}\n"
+    os.utime(data.source, (1, 1))
+    touched = shards.prepare(data).folder
+    said = f"preparing the data in {touched}\n{first} was prepared with these settings, but "
+    assert capsys.readouterr().out == f"{said}the size or time of a file of {data.source} has changed since\n"
+    (tmp_path / "other").mkdir()
+    shutil.copy(data.source, tmp_path / "other")
+    copied = dataclasses.replace(data, source=str(tmp_path / "other" / Path(data.source).name))
+    shards.prepare(copied)
+    assert f"{first} was prepared with these settings, but from {data.source}\n" in capsys.readouterr().out
+    shards.prepare(dataclasses.replace(copied, document_tokens="end"))
+    assert "was prepared" not in capsys.readouterr().out
+    shards.prepare(data)
+    assert capsys.readouterr().out == ""
+
+
 def test_two_processes_at_once_prepare_once(make_data, tmp_path):
     data, log = make_data(), tmp_path / "made.txt"
     processes = [start_process(prepare_and_count, data, log) for _ in range(2)]

@@ -85,6 +85,7 @@ def prepare(data: DataConfig, check: bool = True) -> Prepared:
         if not _is_whole(folder):
             with exclusive(folder, _wait):
                 if not _is_whole(folder):  # else another process has made them meanwhile
+                    _say_why(folder, settings)
                     _build(folder, data, settings, training, validation)
     return open_prepared(folder, data, settings, check)
 
@@ -148,6 +149,31 @@ def _settings(data: DataConfig, training: Source, validation: Source | None, wri
 def _folder(data: DataConfig, settings: dict) -> Path:
     name = re.sub(r"[^A-Za-z0-9]+", "-", Path(data.source).name).strip("-")[:40] or "data"
     return expanded(data.cache_dir) / f"{name}-{fingerprint(settings)[:12]}"
+
+
+def _say_why(folder: Path, settings: dict):
+    """Say that data are prepared, and what has changed if they were prepared from files elsewhere or as they were."""
+    print(f"preparing the data in {folder}", flush=True)
+    for path in sorted(folder.parent.glob(f"{folder.name.rpartition('-')[0]}-*/{MANIFEST}")):
+        with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError, RecipeError):
+            before = _read_manifest(path.parent)["settings"]
+            if _without_files(before) == _without_files(settings) and before != settings:
+                print(f"{path.parent} was prepared with these settings, but {_changed_files(before, settings)}")
+
+
+def _without_files(settings: dict) -> dict:
+    kept = {key: {**settings[key], "name": None, "files": None} for key in ("source", "validation")}
+    return {**settings, **kept}
+
+
+def _changed_files(before: dict, now: dict) -> str:
+    """Say which files are others now."""
+    said = []
+    for key in ("source", "validation"):
+        if before[key] != now[key]:
+            was, name = before[key].get("name"), now[key].get("name")
+            said.append(f"from {was}" if was != name else f"the size or time of a file of {name} has changed since")
+    return ", ".join(said)
 
 
 # Making shards
