@@ -929,6 +929,8 @@ def test_a_place_that_cannot_be_written_is_said_before_the_work(tmp_path, monkey
         ("training.checkpoint_every=10", "here that is training.save_every"),
         ("training.learning_rate=1", "here that is optimizer.lr"),
         ("training.clip=1", "here that is optimizer.clip"),
+        ("data.sources=[a, b]", "here that is data.source, one folder, into which several sources are mixed before"),
+        ("data.source=[a, b]", "must be str, got ['a', 'b']; name one folder, into which several sources are mixed"),
         ("model.warmup_steps=1", "here that is schedule.warmup_steps"),
         ("training.stepz=1", "did you mean 'steps'?"),
         ("optimizer.every=1", "known are name, lr"),  # of two sections

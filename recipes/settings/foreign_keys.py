@@ -5,6 +5,7 @@ from dataclasses import fields
 from .sections import SECTIONS
 
 
+MIXTURES = "one folder, into which several sources are mixed before (docs/train.md, Data)"
 HERE = {  # for each key of a recipe, the keys of transformers' Trainer, nanoGPT, torchtitan and litgpt
     "data.source": "dataset dataset_name dataset_path train_file train_data_dir",
     "data.sequence_length": "max_seq_length max_seq_len max_length seq_len block_size context_length",
@@ -28,6 +29,7 @@ HERE = {  # for each key of a recipe, the keys of transformers' Trainer, nanoGPT
     "evaluation.every": "eval_steps eval_every eval_interval",
     "logging.every": "logging_steps log_every log_interval log_freq",
     "logging.trackers": "report_to tracker wandb",
+    f"data.source, {MIXTURES}": "sources datasets data_mix data_mixture mixture",
     "rows_per_step over micro_batch_size and processes": "gradient_accumulation_steps grad_accum",
     "accelerate launch --mixed_precision": "bf16 fp16 precision mixed_precision dtype",
 }

@@ -24,7 +24,7 @@ from modeling_looped import LoopedConfig, LoopedForCausalLM
 from modeling_looped.formats.dense import start_from_dense
 
 from .curriculum import curriculum
-from .foreign_keys import place_of
+from .foreign_keys import MIXTURES, place_of
 from .model_fields import FIELDS, check_model_fields, refuse_unknown_fields
 from .model_file import class_in_file
 from .paths import expanded, named_in, recipe_file
@@ -339,6 +339,8 @@ def _checked(value, hint, key: str, where: str):
         if o is not type(None)
     )
     in_list = f"; write {[value]}" if wanted == "list" and isinstance(value, (str, int, float)) else ""
+    if key == "data.source" and isinstance(value, list):
+        in_list = f"; name {MIXTURES}"
     raise RecipeError(f"{where}: {key} must be {wanted}, got {shortly(value)}{in_list}")
 
 
