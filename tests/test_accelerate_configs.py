@@ -25,10 +25,13 @@ from packaging.version import Version
 from looped_recipes.engine import distributed
 from looped_recipes.engine.distributed import _check_mesh, check_split, check_units, make_accelerator
 from looped_recipes.engine.tensor_parallel import check_heads
+from looped_recipes.engine.training import Pretraining
 from looped_recipes.settings.recipe import RecipeError, load_recipe
 
 from .distributed_worker import train
 from .helpers import tiny_config, wait_until
+from .helpers_processes import import_paths
+from .test_tensor_parallel import free_port
 
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -168,6 +171,59 @@ def test_processes_of_mpi_are_counted(monkeypatch):
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
     with pytest.raises(RecipeError, match="2 processes were launched.*counts 1"):
         make_accelerator()
+
+
+HANGS = """
+import os, signal, sys
+from looped_recipes.engine.distributed import make_accelerator
+from looped_recipes.engine.peers import one_message
+
+accelerator = make_accelerator(timeout_minutes=0.05, cpu=True)
+accelerator.wait_for_everyone()
+if accelerator.process_index == 1:
+    os.kill(os.getpid(), signal.SIGSTOP)
+try:
+    with one_message():
+        accelerator.wait_for_everyone()
+except Exception as error:
+    sys.exit(f"{type(error).__name__}: {error}")
+"""
+
+
+@pytest.mark.slow
+def test_a_process_that_hangs_is_waited_for_as_long_as_the_recipe_says(tmp_path):
+    """Torch would wait half an hour."""
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", HANGS],
+            env={**os.environ, **where, "PYTHONPATH": import_paths(), "RANK": rank, "LOCAL_RANK": rank},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in "01"
+    ]
+    try:
+        said = processes[0].communicate(timeout=120)[1]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert processes[0].returncode == 1
+    assert "PeerLost: another process of this launch has ended without a word, or hangs" in said
+
+
+def test_the_time_that_a_recipe_waits_is_that_of_the_launch(monkeypatch):
+    asked = []
+
+    def stop(**kwargs):
+        asked.append(kwargs)
+        raise InterruptedError
+
+    monkeypatch.setattr(distributed, "Accelerator", stop)
+    with pytest.raises(InterruptedError):
+        Pretraining(load_recipe(ROOT / "recipes/smoke/lt.yaml", ["training.timeout_minutes=1.5"]))
+    assert asked[0]["kwargs_handlers"][1].timeout.total_seconds() == 90
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ import math
 import os
 from collections.abc import Callable
 from contextlib import nullcontext
+from datetime import timedelta
 
 import torch
 import transformers
@@ -23,6 +24,8 @@ from accelerate.utils import (
     DistributedType,
     DynamoBackend,
     FullyShardedDataParallelPlugin,
+    InitProcessGroupKwargs,
+    KwargsHandler,
     get_int_from_env,
     patch_environment,
 )
@@ -47,13 +50,20 @@ def has_apple_gpu() -> bool:
     return device is not None and device.type == "mps"
 
 
-def make_accelerator(find_unused_parameters: bool = False, **kwargs) -> Accelerator:
+def make_accelerator(
+    find_unused_parameters: bool = False, timeout_minutes: float | None = None, **kwargs
+) -> Accelerator:
     """Make the accelerator that `accelerate launch` configured.
+
+    timeout_minutes: how long processes wait for each other; None is torch's default.
 
     Without GPUs accelerate would silently use DDP instead of FSDP2, or start independent runs in one folder; this
     function prevents both. Apple's GPUs are not used: losses are added up in float64, which they do not support.
     """
     ddp = DistributedDataParallelKwargs(find_unused_parameters=find_unused_parameters, gradient_as_bucket_view=True)
+    handlers: list[KwargsHandler] = [ddp]
+    if timeout_minutes is not None:
+        handlers.append(InitProcessGroupKwargs(timeout=timedelta(minutes=timeout_minutes)))
     _check_launcher()
     num_processes = get_int_from_env(SIZES, 1)
     if has_apple_gpu() or num_processes > 1 and not torch.accelerator.is_available():
@@ -63,7 +73,7 @@ def make_accelerator(find_unused_parameters: bool = False, **kwargs) -> Accelera
         _check_mesh(ParallelismConfig(), is_set("ACCELERATE_USE_FSDP"), num_processes)
     # accelerate's check of a mesh does not support CPUs
     with patch_environment(ACCELERATE_USE_PARALLELISM_CONFIG="false") if kwargs.get("cpu") else nullcontext():
-        accelerator = Accelerator(kwargs_handlers=[ddp], **kwargs)
+        accelerator = Accelerator(kwargs_handlers=handlers, **kwargs)
     _check_options(accelerator)
     if accelerator.num_processes != num_processes:
         raise RecipeError(

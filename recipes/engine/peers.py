@@ -19,8 +19,8 @@ LOST = ("Connection closed by peer", "Connection reset", "Broken pipe", "gloo", 
 
 
 GONE = (
-    "another process of this launch has ended without a word: the others end, too, and the same launch again goes on "
-    "from the newest checkpoint"
+    "another process of this launch has ended without a word, or hangs: the others end, too, and the same launch "
+    "again goes on from the newest checkpoint"
 )
 
 

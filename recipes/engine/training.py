@@ -63,7 +63,10 @@ class Pretraining:
         config = check_run(recipe)
         gaps = gradients_may_be_missing(config, recipe.depths_vary, recipe.backprop_loops(config))
         self.accelerator = make_accelerator(
-            find_unused_parameters=gaps, log_with=recipe.logging.trackers or None, project_dir=str(self.output)
+            find_unused_parameters=gaps,
+            timeout_minutes=training.timeout_minutes,
+            log_with=recipe.logging.trackers or None,
+            project_dir=str(self.output),
         )
         check_launch(recipe, self.accelerator)
         for note in (precision_of(self.accelerator), note_on_windows(recipe, config)):

@@ -100,6 +100,7 @@ RANGES: dict[str, dict[str, Range]] = {
         "export_every": STEPS,
         "stop_after": STEPS,
         "skip_nonfinite_steps": Range(0, 1e9),
+        "timeout_minutes": Range(0, 1e6, above=True),
         "max_loss": Range(0, 1e6, above=True),
     },
     # relations.py: loops are at least 1

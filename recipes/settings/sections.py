@@ -159,6 +159,8 @@ class TrainingConfig:
     # how many steps with a NaN or infinite loss or gradient are skipped, without an update; the next such step ends
     # the run. Above 0 a GPU is waited for in every step
     skip_nonfinite_steps: int = 0
+    # minutes that processes of a launch wait for one that hangs; None is torch's time: 10 on GPUs, 30 on CPUs
+    timeout_minutes: float | None = None
     max_loss: float | None = None  # a run that ends above this validation loss counts as diverged: sweeps leave it out
     push_to_hub: str | None = None  # owner/name: what is in final/ goes there at the end
     license: str | None = None  # of what is trained, as the Hub spells it, e.g. apache-2.0; for the model card
