@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -39,6 +40,7 @@ from looped_recipes.engine.reports import StepReports
 from looped_recipes.engine.resume import compared_settings, differing, refuse_other_config
 from looped_recipes.engine.run_checkpoints import Progress
 from looped_recipes.engine.saving import CheckpointError
+from looped_recipes.engine.step import Steps
 from looped_recipes.engine.training import Divergence
 from looped_recipes.pretrain import main
 from looped_recipes.settings.recipe import RecipeError, load_recipe
@@ -356,13 +358,19 @@ def test_trackers_are_told_what_metrics_jsonl_is(training_text, tmp_path, monkey
         assert len(written) >= 1 and told == [(step, pytest.approx(value)) for step, value in written], key
 
 
+def steps_of(recipe, accelerator):
+    steps = SimpleNamespace(recipe=recipe, accelerator=accelerator, total_steps=9)
+    steps.is_timed = partial(Steps.is_timed, steps)
+    return steps
+
+
 def test_the_speed_is_measured_where_a_step_is_logged_anyway(monkeypatch):
     """Not at a step that only the monitor reads, which by itself would be a slow one."""
     rates = []
     monkeypatch.setattr(reports, "makers_rate", lambda device: rates.append(1.0) or 1.0)
     recipe = load_recipe(SMOKE / "lt.yaml", ["logging.every=4", "logging.monitor_every=3"])
     accelerator = SimpleNamespace(num_processes=1, is_main_process=True, device=CPU)
-    steps = SimpleNamespace(recipe=recipe, accelerator=accelerator, total_steps=9)
+    steps = steps_of(recipe, accelerator)
     operations = SimpleNamespace(tokens_per_step=10, per_token=lambda step: 1.0 + step)
     logged, silent = {}, SimpleNamespace(warnings=lambda metrics: ())
     said = StepReports(steps, silent, Progress(), logged.__setitem__, tqdm(disable=True), operations)
@@ -380,7 +388,7 @@ def test_steps_longer_than_a_launcher_waits_are_told(monkeypatch):
     monkeypatch.setattr(reports.time, "perf_counter", lambda: next(clock))
     accelerator = SimpleNamespace(num_processes=1, is_main_process=True, print=told.append, device=CPU)
     recipe = load_recipe(SMOKE / "lt.yaml", ["logging.every=1"])
-    steps = SimpleNamespace(recipe=recipe, accelerator=accelerator, total_steps=9)
+    steps = steps_of(recipe, accelerator)
     operations = SimpleNamespace(tokens_per_step=10, per_token=lambda step: 1.0)
     silent = SimpleNamespace(warnings=lambda metrics: ())
 
@@ -422,7 +430,7 @@ def test_utilisation_is_told_where_the_makers_rate_is_known(device, name, monkey
     clock = iter(range(100))  # a second for each step
     monkeypatch.setattr(reports.time, "perf_counter", lambda: next(clock))
     accelerator = SimpleNamespace(num_processes=2, is_main_process=True, device=torch.device(device))
-    steps = SimpleNamespace(recipe=load_recipe(SMOKE / "lt.yaml", []), accelerator=accelerator, total_steps=9)
+    steps = steps_of(load_recipe(SMOKE / "lt.yaml", []), accelerator)
     operations = SimpleNamespace(tokens_per_step=10, per_token=lambda step: 18.1e12)
     logged, bar = {}, tqdm(disable=True)
     said = StepReports(steps, SimpleNamespace(warnings=lambda _: ()), Progress(), logged.__setitem__, bar, operations)
