@@ -13,6 +13,7 @@
 # limitations under the License.
 """The language model: logits after every loop, the losses over them, the exit gate."""
 
+import copy
 from collections.abc import Callable
 from functools import reduce
 from inspect import signature
@@ -51,9 +52,17 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin, LoopedLoss
     _fsdp_plan = {"lm_head": "keep_full_weight"}
     added_fields: ClassVar[dict[str, Any]] = {}  # of the config, that a subclass reads beside ours: their defaults
 
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        inherited = [vars(base).get("added_fields", {}) for base in reversed(cls.__mro__)]
+        cls.added_fields = {name: value for fields in inherited for name, value in fields.items()}
+        LoopedConfig.check_added(cls.added_fields, cls.__name__)
+
     def __init__(self, config: LoopedConfig):
+        if self.added_fields:
+            config.architectures = [type(self).__name__]  # so that reading it does not warn of fields unknown to it
         for name in self.added_fields.keys() - vars(config).keys():
-            setattr(config, name, self.added_fields[name])
+            setattr(config, name, copy.deepcopy(self.added_fields[name]))
         super().__init__(config)
         self.generation_config._from_model_config = False  # else loading drops fields unknown to transformers
         self.loss_type = "ForCausalLM"  # transformers takes it from the name of the class, which a subclass may change

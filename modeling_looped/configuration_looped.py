@@ -13,7 +13,7 @@
 # limitations under the License.
 """The configuration of a looped language model: every axis of the published systems is one field."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import fields
 from typing import Any, Literal
 
@@ -352,6 +352,20 @@ class LoopedConfig(DerivedFields):
             if not (key.startswith("_") or key in KEYS_OF_TOOLS or key in GENERATION_FIELDS):
                 unknown[key] = advice
         return unknown
+
+    @classmethod
+    def check_added(cls, names: Collection[str], owner: str):
+        """Refuse names of fields that a model class adds, where they mean something already."""
+        for name in names:
+            try:
+                taken = name in GENERATION_FIELDS or hasattr(cls, name) or not cls._refuse_misnamed({name: None})
+            except LoopedConfigError:
+                taken = True
+            if taken:
+                raise LoopedConfigError(
+                    f"{owner}.added_fields has {name!r}, which already means something in a config or in that of "
+                    "generation: choose another name"
+                )
 
     @classmethod
     def _check_names(cls, given: dict[str, Any], consequence: str):

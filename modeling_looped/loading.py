@@ -176,7 +176,7 @@ class StrictLoadingMixin:
             advice = ARGUMENT_OF.get(str(error).split("'")[1])
             raise UnknownNameError(
                 f"{error}: from_pretrained takes the arguments of transformers and the fields of LoopedConfig"
-                + (f"; did you mean `{advice}` of generate?" if advice else "")
+                + (f"; generate has {advice}" if advice else "")
             ) from error
         except (look_up("safetensors", "SafetensorError", EOFError), EOFError) as error:
             raise ValueError(

@@ -30,10 +30,10 @@ class LoopedLossMixin:
         """Return what a subclass adds to the loss, as a mean over the labelled tokens of this pass; None adds nothing.
 
         outputs: those of the trunk. If this method is overridden, they have the states after every loop, for which a
-        coda runs after every loop, and `depths`, the loops of each row, [batch, 1]. A row that ran fewer repeats its
-        last states. `logits_after_loop(outputs.loop_readout_states[k], k, outputs.depths)` are logits;
-        `loop_hidden_states` lie before the coda. labels: [batch, length], already shifted, -100 where there is none.
-        `loop_losses` are without it.
+        coda runs after every loop (such a pass fills no cache), and `depths`, the loops of each row, [batch, 1]. A row
+        that ran fewer repeats its last states. `logits_after_loop(outputs.loop_readout_states[k], k, outputs.depths)`
+        are logits; `loop_hidden_states` lie before the coda. labels: [batch, length], already shifted, -100 where
+        there is none. `loop_losses` are without it.
         """
         return None
 

@@ -175,7 +175,7 @@ def test_loading_takes_no_arguments_of_generate(folder):
         AutoModelForCausalLM.from_pretrained(folder, exit_criterion="kl", min_loops=2)
     with pytest.raises(ValueError, match="unexpected keyword argument 'flavour'.*fields of LoopedConfig"):
         AutoModelForCausalLM.from_pretrained(folder, flavour="sweet")
-    with pytest.raises(ValueError, match="did you mean `exit_criterion .with exit_threshold.*of generate"):
+    with pytest.raises(ValueError, match="; generate has exit_criterion .with exit_threshold"):
         AutoModelForCausalLM.from_pretrained(folder, early_exit_threshold=0.5)  # Ouro's
 
 

@@ -247,6 +247,27 @@ def test_fields_that_a_class_adds_to_the_config(written, tmp_path, logged):
     assert dense.config.gate_bias == 3 and (dense.model.injection.gate == 3).all()
 
 
+def test_fields_that_mean_something_already_cannot_be_added():
+    for name in ("temperature", "dropout", "loop_loss", "shares_keys", "to_dict", "num_steps"):
+        with pytest.raises(ValueError, match=f"Own.added_fields has '{name}', which already means something"):
+            type("Own", (LoopedForCausalLM,), {"added_fields": {name: 0.5}})
+
+
+def test_added_fields_are_inherited_and_each_model_has_its_own(logged):
+    first = type("First", (LoopedForCausalLM,), {"added_fields": {"gate_sizes": [1]}})
+    second = type("Second", (first,), {"added_fields": {"gate_bias": 0.5}})
+    model, other = second(tiny_config()), second(tiny_config())
+    model.config.gate_sizes.append(5)
+    assert other.config.gate_sizes == [1] and other.config.gate_bias == 0.5
+    assert not hasattr(LoopedForCausalLM(tiny_config()).config, "gate_bias")
+    transformers.utils.logging.enable_propagation()
+    try:
+        LoopedConfig.from_dict(model.config.to_dict())  # as a run that goes on reads it
+    finally:
+        transformers.utils.logging.disable_propagation()
+    assert not [record for record in logged if "gate" in record.getMessage()]
+
+
 def test_a_recipe_sets_them(written, training_text, tmp_path):
     recipe = [str(SMOKE / "lt.yaml"), "model.injection=add", f"training.model_file={written(ADDING)}"]
 
@@ -286,6 +307,7 @@ def test_a_sweep_goes_over_them(written, training_text, tmp_path):
         (["model.gate_bais=2"], "unknown key in model: 'gate_bais'; did you mean 'gate_bias'"),
         (["model.gate_bias=x"], "gate_bias='x' must be of the type float, as its default 0.5 in GatedForCausalLM"),
         (["model.gate_name=3"], "gate_name=3 must be of the type str"),
+        (["model.gate_bias=1e400"], "model.gate_bias must be a number of at most 1e.09"),
         (["model.num_steps=3"], "did you mean `num_loops`"),
         (["depth.sampler=posson"], "depth.sampler must be one of fixed, poisson, .*, got 'posson'"),
     ],

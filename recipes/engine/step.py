@@ -169,5 +169,8 @@ class Steps:
 
 def own_metrics(model) -> dict[str, float]:
     """Return what a class of the user's own measures, under names that are none of ours; only finite numbers."""
-    numbers = {f"own/{name}": float(value) for name, value in model.training_metrics().items()}
+    numbers = {
+        f"own/{name}": float(value.detach() if torch.is_tensor(value) else value)
+        for name, value in model.training_metrics().items()
+    }
     return {name: value for name, value in numbers.items() if math.isfinite(value)}

@@ -105,6 +105,7 @@ def check_added_fields(fields: dict, model_class: type[LoopedForCausalLM]):
     refuse_unknown_fields(fields, f"the recipe of a {model_class.__name__}", tuple(added))
     for name in added.keys() & fields.keys():
         value, default = fields[name], added[name]
+        check_value(name, value, f"the recipe of a {model_class.__name__}")
         fits = type(value) is type(default) or isinstance(default, float) and type(value) is int
         if default is not None and not fits:
             raise RecipeError(
@@ -118,12 +119,7 @@ def check_model_fields(fields: dict, where: str):
         refuse_foreign(name, where)
         if name in LARGEST and isinstance(value, (int, float)) and not value <= LARGEST[name]:
             raise RecipeError(f"{where}: model.{name} must be at most {LARGEST[name]}, got {shortly(value)}")
-        if isinstance(value, (int, float)) and not abs(value) <= LARGEST_NUMBER:  # NaN fails this too
-            raise RecipeError(
-                f"{where}: model.{name} must be a number of at most {LARGEST_NUMBER:g}, got {shortly(value)}"
-            )
-        if isinstance(value, str) and len(value) > 2 * MOST_LAYERS:
-            raise RecipeError(f"{where}: model.{name} is longer than any name or pattern, got {shortly(value)}")
+        check_value(name, value, where)
     preset = fields.get("preset")
     if preset is not None and not isinstance(preset, str):
         raise RecipeError(
@@ -131,6 +127,15 @@ def check_model_fields(fields: dict, where: str):
         )
     if fields.get("rope_parameters") is not None:
         check_rope(fields["rope_parameters"], where)
+
+
+def check_value(name: str, value, where: str):
+    if isinstance(value, (int, float)) and not abs(value) <= LARGEST_NUMBER:  # NaN fails this too
+        raise RecipeError(
+            f"{where}: model.{name} must be a number of at most {LARGEST_NUMBER:g}, got {shortly(value)}"
+        )
+    if isinstance(value, str) and len(value) > 2 * MOST_LAYERS:
+        raise RecipeError(f"{where}: model.{name} is longer than any name or pattern, got {shortly(value)}")
 
 
 def refuse_foreign(name: str, where: str):
