@@ -5,6 +5,7 @@ import importlib.util
 import inspect
 import io
 import json
+import math
 import os
 import re
 import shlex
@@ -461,6 +462,18 @@ def test_the_best_on_the_other_text_is_not_the_best_criterion():
     """Of several one is lucky there: the choice is made where they were calibrated."""
     chosen, lucky = at_loops("kl", 2, 2.0, 9.0), at_loops("entropy", 2, 2.0, 10.0)
     assert "kl has the lowest perplexity there, and" in conclusion_at_loops([], [lucky | {"perplexity": 8.0}, chosen])
+
+
+def test_results_of_older_versions_and_of_one_sequence_have_a_conclusion():
+    old = {"criterion": "kl", "mean_loops": 2.3, "predicted_speedup": 1.5, "ratio": 1.02}
+    for row in (old, {**old, "calibrated_speedup": 1.2, "ratio_error": math.nan}):
+        assert "(on the other text it is 2.00 % worse)" in conclusion(at_depths(1.5, 1.2, 1.1, 1), [row], 0.01, 4)
+
+
+def test_mean_loops_of_several_thresholds_in_a_sentence():
+    loops = {"threshold 0.5": {2: (1.0, None)}, "threshold 0.9": {2: (2.0, None)}}
+    said = best_depths({"mean loops": loops})
+    assert "threshold 0.5, 1.00 of 2 loops" in said and "threshold 0.9, 2.00 of 2 loops" in said
 
 
 def test_the_best_depth_in_a_sentence():

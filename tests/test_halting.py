@@ -456,6 +456,31 @@ def test_fixed_depths_are_those_of_the_runs_validation(tmp_path, stride):
         assert losses.mean().item() == pytest.approx(logged[f"validation/loss_at_{depth}"], rel=1e-5)
 
 
+def test_a_split_too_short_for_rows_as_trained_is_read_in_shorter_ones(tmp_path, capsys, monkeypatch):
+    folder = make_folder(tmp_path)
+    stream = run_of_documents(folder)  # rows of 8 tokens
+    monkeypatch.setattr(halting, "LENGTH", 2)
+    for given, length in (([], 2), (["--length", "3"], 3)):
+        args = halting.parse([str(folder), *given])
+        halting.check(args)
+        monkeypatch.setattr(halting, "LEAST_SEQUENCES", len(stream) // 4 // 2)  # of 4 tokens at the most
+        assert halting.two_slices(args, folder, None)[0].shape[1] == length + 1
+    assert "note: --length 2 instead of 7, as in training: the validation split" in capsys.readouterr().out
+    args = halting.parse([str(folder), "--length", "7"])
+    halting.check(args)
+    with pytest.raises(ValueError, match="fewer or shorter rows .--length."):
+        halting.two_slices(args, folder, None)
+
+
+def test_a_named_text_needs_no_recipe_that_is_understood(tmp_path):
+    folder = make_folder(tmp_path)
+    run_of_documents(folder)
+    (tmp_path / "recipe.yaml").write_text("a_section_of_another_version: {}\n")
+    args = halting.parse([str(folder), "a text"])
+    halting.check(args)
+    assert args.length == 128
+
+
 @torch.no_grad()
 def test_start_tokens_count_in_nothing_that_the_command_says(tmp_path, capsys):
     """Against every token by itself; a perplexity that is far from the last validation is said."""

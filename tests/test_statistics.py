@@ -460,6 +460,7 @@ def test_one_trained_model_a_side_does_not_tell_how_seeds_differ(tmp_path, capsy
         ([f"{a0},{a1}", b0], "in pairs, got 2 and 1: name as many"),
         ([f"{a0},{a1}"], "in pairs, got 2: name as many of a second"),
         ([f"{a0},{a0}", f"{b0},{b1}"], "a0 names one folder twice"),
+        ([f"{a0},", f"{b0},"], "has an empty name between commas"),
     ):
         with pytest.raises(ValueError, match=message):
             statistics.main(wrong)

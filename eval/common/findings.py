@@ -34,9 +34,13 @@ def best_depths(
     measures = [name for name in curves if not name.startswith("mean loops") and not says_the_same(name, curves)]
     said = "; ".join(best_point(name, curves[name], known.get(name), folders) for name in measures[:MOST])
     rest = f"; {len(measures) - MOST} more in the table" if len(measures) > MOST else ""
-    exits = [point for points in curves.get("mean loops", {}).values() for point in points.items()]
-    saved = "; ".join(loops_in_words(mean, depth) for depth, (mean, _) in exits)
-    saved = f" With exits: {saved}." if exits else ""
+    loops = curves.get("mean loops", {})
+    exits = {
+        name: "; ".join(loops_in_words(mean, depth) for depth, (mean, _) in points.items())
+        for name, points in loops.items()
+    }
+    said_of = [f"{name}, {of}" if len(exits) > 1 else of for name, of in exits.items()]
+    saved = f" With exits: {'; '.join(said_of)}." if exits else ""
     return f"{said}{rest}.{saved}" if measures else f"Nothing was scored.{saved}"
 
 

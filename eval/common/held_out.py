@@ -81,7 +81,7 @@ def cut(
     if available < least:
         raise HeldOutError(
             f"the validation split of {run} holds {len(stream)} tokens, fewer than {least} rows of {length}: ask for "
-            "fewer or shorter rows, or name another text"
+            "fewer or shorter rows (--length), or name another text"
         )
     count = min(count, available)
     order = torch.arange(count)

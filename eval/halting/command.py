@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from looped_eval.common.held_out import rows_as_trained, run_data
+from looped_eval.common.held_out import HeldOutError, rows_as_trained, run_data
 from looped_eval.common.model_folder import (
     joined_tokens,
     open_config,
@@ -29,7 +29,7 @@ from looped_recipes.common.provenance import note_what_is_replaced, write_json
 from looped_recipes.common.ratios import standard_error
 from looped_recipes.common.token_losses import perplexity
 from looped_recipes.data.sources import training_source
-from looped_recipes.settings.recipe import DataConfig
+from looped_recipes.settings.recipe import DataConfig, RecipeError
 from modeling_looped import LoopedConfig
 from modeling_looped.depth_options import EXIT_FIELDS
 from modeling_looped.exit_criteria import CRITERIA, ExitRule
@@ -76,6 +76,7 @@ def check(args) -> tuple[Path, LoopedConfig, list[str], list[str]]:
                 f"--mean-loops {mean:g} must be from {args.min_loops} (--min-loops) to less than {args.num_loops} "
                 "(num_loops): at full depth no token exits"
             )
+    args.may_be_shorter = args.length is None
     args.length = default_length(args.model) if args.length is None else args.length
     check_counts(args, ("sequences", "length", "batch_size", "repeats"))
     if config.position_embedding == "learned" and args.length > config.max_position_embeddings:
@@ -102,7 +103,10 @@ def check(args) -> tuple[Path, LoopedConfig, list[str], list[str]]:
 def default_length(model: str) -> int:
     """Return how many tokens are read in a row of the model's training run, of which the last is only a target."""
     run = training_run(model)
-    return run_data(run).sequence_length - 1 if run is not None and (run / "recipe.yaml").is_file() else LENGTH
+    try:
+        return LENGTH if run is None else run_data(run).sequence_length - 1
+    except (HeldOutError, RecipeError):  # where no text is named, the held-out one, which is read later, is refused
+        return LENGTH
 
 
 def text_rows(
@@ -134,8 +138,15 @@ def two_slices(args, folder: Path, config) -> tuple[torch.Tensor, torch.Tensor]:
         args.read, args.unlearned = ", ".join(args.text), unlearned_start(tokenizer)
         rows = text_rows(args.text, tokenizer, count, length, args.seed, args.unlearned)
     else:
-        least = count if args.sequences else 2 * LEAST_SEQUENCES
-        rows, args.unlearned, args.read = rows_as_trained(own_run(args), count, length, args.seed, least)
+        least, run = count if args.sequences else 2 * LEAST_SEQUENCES, own_run(args)
+        try:
+            rows, args.unlearned, args.read = rows_as_trained(run, count, length, args.seed, least)
+        except HeldOutError as error:
+            if not args.may_be_shorter or args.length <= LENGTH:
+                raise
+            print(f"note: --length {LENGTH} instead of {args.length}, as in training: {error}")
+            args.length = LENGTH
+            rows, args.unlearned, args.read = rows_as_trained(run, count, LENGTH + 1, args.seed, least)
     args.sequences = len(rows) // 2
     rows = rows[: 2 * args.sequences]
     return rows.to(args.device).chunk(2)
@@ -404,7 +415,7 @@ def run(args) -> Path:
         if token_rows:
             print("\ntokens that exit by themselves, as in generate", table(token_rows), sep="\n")
 
-    others = ("output", "write", "read", "unlearned", "command")
+    others = ("output", "write", "read", "unlearned", "may_be_shorter", "command")
     asked = {key: value for key, value in vars(args).items() if key not in others}
     result = {"fixed": fixed, "halting": exits("sequence", halting), "tokens": exits("token", tokens)}
     if args.mean_loops:

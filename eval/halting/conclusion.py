@@ -1,5 +1,7 @@
 """Summarizes the result in a few sentences."""
 
+import math
+
 from looped_eval.common.findings import loops_in_words
 
 
@@ -11,7 +13,8 @@ def shallowest_depth(fixed: list[dict], budget: float) -> int:
 def cheapest(tokens: list[dict]) -> dict:
     """Return the row with the greatest speed-up by FLOPs on the text of its calibration: the best of several on the
     other text would look better than it is."""
-    return max(tokens, key=lambda row: row["calibrated_speedup"])
+    # older versions measured the speed-up on the other text alone
+    return max(tokens, key=lambda row: row.get("calibrated_speedup", row["predicted_speedup"]))
 
 
 MORE_LOOPS = 1.05  # times those asked for: more are not equal
@@ -52,8 +55,9 @@ def conclusion(fixed: list[dict], tokens: list[dict], budget: float, num_loops: 
         return f"No exit pays {within}, but a fixed depth of {shallowest} does: num_loops={shallowest} is enough."
     found = f"{best['criterion']} takes {loops_in_words(best['mean_loops'], num_loops)}, calibrated to be {within}"
     if best["ratio"] > 1 + budget:
-        worse, error = 100 * best["ratio"] - 100, 100 * best["ratio_error"]
-        found += f" (on the other text it is {worse:.2f} % worse, ± {error:.2f} by its sequences)"
+        error = best.get("ratio_error")  # None in older files; of a single sequence it is not known
+        sure = f", ± {100 * error:.2f} by its sequences" if error is not None and math.isfinite(error) else ""
+        found += f" (on the other text it is {100 * best['ratio'] - 100:.2f} % worse{sure})"
     if shallowest == num_loops:
         return f"{found}; no smaller fixed depth is."
     verdict = "Exits need fewer loops" if exits_gain(fixed, tokens, budget) else "Exits gain nothing over that"

@@ -48,6 +48,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--sequences", type=int, help=sequences)
     length = f"tokens that are read of a sequence; default: as in training, or {LENGTH} for a model without its run"
     parser.add_argument("--length", type=int, help=length)
+    parser.set_defaults(may_be_shorter=False)  # where no length is given, if too few rows of the default are held out
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=2, help="of the timed runs, of which the fastest counts")
     parser.add_argument("--tokenizer", help="folder or name, for a model that comes without one")
