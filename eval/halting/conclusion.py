@@ -14,7 +14,8 @@ def cheapest(tokens: list[dict]) -> dict:
     """Return the row with the greatest speed-up by FLOPs on the text of its calibration: the best of several on the
     other text would look better than it is."""
     # older versions measured the speed-up on the other text alone
-    return max(tokens, key=lambda row: row.get("calibrated_speedup", row["predicted_speedup"]))
+    is_known = all("calibrated_speedup" in row for row in tokens)
+    return max(tokens, key=lambda row: row["calibrated_speedup" if is_known else "predicted_speedup"])
 
 
 MORE_LOOPS = 1.05  # times those asked for: more are not equal
