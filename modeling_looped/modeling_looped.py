@@ -417,11 +417,11 @@ class LoopedModel(LoopedPreTrainedModel):
         """Run `core_pass`, and refuse one that leaves slots of the cache empty."""
         before = len(context.ran)
         state, count = self.core_pass(state, embedded, loop, depth, context), len(context.ran) - before
-        refuse_if(
-            context.cache is not None and count != len(self.core),
-            f"core_pass ran {count} of the {len(self.core)} core layers in {name_of_loop(loop)}, and the cache has a "
-            "slot for each: to leave out a loop, run it and return `state`, or pass use_cache=False",
-        )
+        if context.cache is not None and count != len(self.core):  # in every loop: words are made only if needed
+            raise ValueError(
+                f"core_pass ran {count} of the {len(self.core)} core layers in {name_of_loop(loop)}, and the cache "
+                "has a slot for each: to leave out a loop, run it and return `state`, or pass use_cache=False"
+            )
         return state
 
     def core_pass(self, state, embedded, loop: Any, depth: int | list[int], context: PassContext):
