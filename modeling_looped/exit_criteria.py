@@ -9,13 +9,13 @@ add its line to `CRITERIA`, its name to `ExitCriterion`, and what it remembers t
     logit_margin       top-1 minus top-2 logit                       above      to be calibrated (readout paper)
     max_prob           probability of the most probable token        above      -
     entropy            entropy of the next token                     below      -
-    entropy_diff       |entropy_k - entropy_k-1|                     below      1e-3 (Huginn)
-    kl                 KL(p_k-1 || p_k)                              below      1e-3 (Huginn)
+    entropy_diff       |entropy_k - entropy_k-1|                     below      1e-3 (Huginn's code)
+    kl                 KL(p_k-1 || p_k)                              below      1e-3 (Huginn's code; its paper 5e-4)
     minp_kl            the same, where tokens less than a tenth as   below      1e-5 (Huginn's code)
                        likely as the best one have p = 1 / V
-    latent_diff        ||H_k - H_k-1|| / ||H_k||                     below      0.03 (Huginn)
+    latent_diff        ||H_k - H_k-1|| / ||H_k||                     below      0.03 (Huginn's code)
     cosine             1 - cos(H_k, H_k-1)                           below      1e-3 (Huginn's code)
-    argmax_stability   consecutive repeats of the best token         above      5 (Huginn)
+    argmax_stability   consecutive repeats of the best token         above      5 (Huginn's code)
     gate               probability of an exit up to loop k           above      1, which is never reached (Ouro)
 """
 

@@ -213,10 +213,10 @@ def gate_loss(gates: torch.Tensor, losses: torch.Tensor, active: torch.Tensor, d
     """Return Ouro's stage II loss: binary cross-entropy of 1 - lambda_t, for t >= 2, against a soft label that says
     how much loop t helped.
 
-    It is the mean over a token's loops t = 2..K, summed over tokens.
+    It is the sum over a token's loops t = 2..K, divided by K as in the paper, summed over tokens.
     """
     improvement = (losses[:-1] - losses[1:]).clamp(min=0)
     proceed = torch.sigmoid(GATE_SHARPNESS * (improvement - GATE_THRESHOLD))
     gates = at_least_fp32(gates)[1:]
     entropy = -(proceed * F.logsigmoid(-gates) + (1 - proceed) * F.logsigmoid(gates))
-    return (entropy * active[1:] / (depth - 1).clamp(min=1)).sum()
+    return (entropy * active[1:] / depth).sum()

@@ -221,7 +221,7 @@ def reference_row(model, ids, targets, depth, backprop_loops=None):
             helped = (ce[k - 1] - ce[k]).clamp(min=0).detach()
             go_on = 1 / (1 + torch.exp(-50 * (helped - 0.005)))
             stop, stay = (p[keep] for p in stop_and_stay(model, states[k]))
-            total = total - (go_on * stay.log() + (1 - go_on) * stop.log()).sum() / (depth - 1)
+            total = total - (go_on * stay.log() + (1 - go_on) * stop.log()).sum() / depth
     return total + losses_of_states(model, first, states, targets, keep), torch.stack(ce).detach()
 
 

@@ -116,6 +116,18 @@ def test_no_page_lost_its_code():
     assert sum(len(blocks(page, "python")) for page in PAGES_WITH_PYTHON) >= 11
 
 
+def test_a_stack_that_stands_twice_is_one_that_loops_twice():
+    """The layers of Ouro 2.6B: without a norm between loops, one loop of the doubled stack is two of the small one."""
+    (block,) = blocks("recipes/ouro/README.md", "python")
+    found = {}
+    exec(block, found)  # noqa: S102
+    small = tiny_model(num_core_layers=2, num_loops=2, num_prelude_layers=1, block_norm="branch_sandwich").eval()
+    large, ids = found["doubled"](small).eval(), torch.arange(12)[None]
+    assert large.config.num_core_layers == 4
+    assert torch.equal(large(ids, num_loops=1).logits, small(ids, num_loops=2).logits)
+    assert large.num_parameters() == small.num_parameters() + sum(p.numel() for p in small.model.core.parameters())
+
+
 # Commands
 
 

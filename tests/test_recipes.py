@@ -962,12 +962,10 @@ SAID = {
         "training.tokens": 800e9,
         "training.rows_per_step": 4096,
     },
-    "ouro/stage1": {"optimizer.lr": 3e-4, "training.tokens": 100e9},
-    "ouro/stage2": {
+    "ouro/gate": {
         "model.loop_loss": "gate",
         "training.freeze_all_but_gate": True,
-        "training.initialize_from": "runs/ouro/stage1/final",
-        "training.tokens": 1e9,
+        "training.initialize_from": "runs/ouro/stage_4/final",
     },
     "parcae/small": {
         "data.packing": "best_fit",
@@ -1052,6 +1050,37 @@ def test_trainings_are_as_published(recipe):
         for part in setting.split("."):
             place = place[part]
         assert place == value, setting
+
+
+# table 1: loops, weight of the entropy, tokens of a row and of a step, RoPE base, rates at the beginning and the end
+OURO = {
+    "1a": (8, 0.1, 4, 4, 1e4, 3e-4, 3e-4),
+    "1b": (4, 0.05, 4, 8, 1e4, 3e-4, 3e-4),
+    "2": (4, 0.05, 16, 8, 4e4, 3e-4, 3e-5),
+    "3": (4, 0.05, 64, 8, 1e6, 3e-5, 3e-5),
+    "4": (4, 0.05, 32, 8, 1e6, 3e-5, 1e-5),
+}
+
+
+@pytest.mark.parametrize("stage", OURO)
+def test_stages_of_ouro_are_as_published(stage):
+    loops, entropy, row, step, base, first, last = OURO[stage]
+    recipe = load_recipe(RECIPES / f"ouro/stage_{stage}.yaml")
+    config = recipe.model_config()
+    assert (config.num_loops, config.exit_entropy_weight, config.loop_loss) == (loops, entropy, "exit_weighted")
+    assert config.rope_parameters["rope_theta"] == base
+    length, schedule = recipe.data.sequence_length, recipe.schedule
+    assert (length, recipe.training.rows_per_step * length) == (row * 2**10, step * 2**20)
+    longest = max(row for number, (_, _, row, *_) in OURO.items() if number <= stage)
+    assert config.max_position_embeddings == longest * 2**10
+    assert (recipe.optimizer.lr, recipe.optimizer.weight_decay) == (first, 0.1)
+    assert (recipe.optimizer.betas, recipe.optimizer.clip) == ([0.9, 0.95], 1.0)
+    assert schedule.name == ("constant" if first == last else "cosine")
+    if first != last:
+        assert first * schedule.final_ratio == pytest.approx(last, rel=1e-5)
+    stages = list(OURO)
+    before = stages[stages.index(stage) - 1] if stage != "1a" else None
+    assert recipe.training.initialize_from == (before and f"runs/ouro/stage_{before}/final")
 
 
 READOUTS = (

@@ -26,7 +26,7 @@ RECIPES = {
     "370m": "parcae/medium.yaml",
     "770m": "parcae/large.yaml",
     "1.3b": "parcae/xlarge.yaml",
-    "1.4b_ouro": "ouro/stage1.yaml",
+    "1.4b_ouro": "ouro/stage_1b.yaml",
 }
 TINY = ["hidden_size=64", "intermediate_size=96", "num_attention_heads=2", "vocab_size=256", "num_core_layers=1"]
 TINY_OUTER = ["num_prelude_layers=1", "num_coda_layers=1"]
