@@ -16,20 +16,24 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
 
 from .int8_cache import SIZE_BYTES, from_int8, to_int8
-from .tensors import members_by_number, on_device
+from .tensors import at_least_fp32, members_by_number, on_device
+
+
+ONE_SLOT = ("last", "first", "average")  # policies of sharing: of which loop past tokens keep keys and values
 
 
 def loops_with_slots(sharing: str) -> int | None:
     """Return how many loops have separate slots under a sharing policy; None if all do."""
     if sharing == "none":
         return None
-    if sharing == "last":
+    if sharing in ONE_SLOT:
         return 1
     kind, _, count = str(sharing).partition("-")
     if kind == "cyclic" and count.isdigit() and int(count) >= 1:
         return int(count)
     raise ValueError(
-        f"cache_sharing={sharing!r} is not known: choose 'none', 'last' or 'cyclic-S' with S >= 1, e.g. 'cyclic-4'"
+        f"cache_sharing={sharing!r} is not known: choose 'none', 'last', 'first', 'average' or 'cyclic-S' with "
+        "S >= 1, e.g. 'cyclic-4'"
     )
 
 
@@ -103,9 +107,10 @@ class PreallocatedLayer(DynamicLayer):
 class LoopedCache(DynamicCache):
     """The cache that `generate` makes: dynamic, written in place, with slots that loops can share.
 
-    sharing: "none"; "last" (past positions are seen as their last loop left them); "cyclic-S" (loop t uses slot t mod
-    S). Tokens of the same pass always see each other at the current loop. So with sharing, which takes 1/N or S/N of
-    the memory, the result depends on how the sequence was cut into passes: sharing is an approximation.
+    sharing: "none"; "last" (past positions are seen as their last loop left them), "first" or "average" (as their
+    first loop did, or the mean over their loops); "cyclic-S" (loop t uses slot t mod S). Tokens of the same pass
+    always see each other at the current loop. So with sharing, which takes 1/N or S/N of the memory, the result
+    depends on how the sequence was cut into passes: sharing is an approximation.
 
     If rows decode at different positions and loops, keys and values are in one buffer per unique layer, in the order
     of slots: [rows, loops, heads, 2, capacity, head_dim]; the 2 are key and value. The layers of this cache are views
@@ -268,6 +273,7 @@ class CacheView:
         # keys and values of this pass, of all rows. latest: by a core layer's first slot, as each row's last loop left
         # them; written: by slot, as the last writer left them, for prelude and coda and for slots that loops share
         self.latest, self.written = {}, {}
+        self.kept = {}  # by a core layer's first slot: what stays of this pass, if not what its last loop left
         self.loops_run = 0
         self.frozen: torch.Tensor | None = None  # [batch, length]: tokens that have exited
         self.recording: list[Any] = []  # sliding layers that record their past for this pass only
@@ -286,6 +292,7 @@ class CacheView:
         fresh, is_core = (keys, values), first_slot >= self.config.core_slot(0)
         if is_core:
             fresh = self.latest[first_slot] = self.of_all_tokens((keys, values), self.latest.get(first_slot))
+            self.keep(first_slot, loop, keys, values)
         if slot in self.written:  # remove what an earlier loop of this pass wrote, or the coda at an exit check
             fresh = self.of_all_tokens((keys, values), self.written[slot]) if is_core else (keys, values)
             self.cache.layers[slot].crop(-keys.shape[-2])
@@ -295,6 +302,18 @@ class CacheView:
         if self.plan.is_mixed:
             keys, values = self.plan.sort(keys)[:rows], self.plan.sort(values)[:rows]
         return keys, values
+
+    def keep(self, first_slot: int, loop: int, keys: torch.Tensor, values: torch.Tensor):
+        """Note what "first" and "average" leave of this loop. The mean is that of the loops which a token ran."""
+        sharing, before = sharing_of(self.cache), self.kept.get(first_slot)
+        if sharing == "average":
+            new = at_least_fp32(keys), at_least_fp32(values)
+            if before is not None:
+                of_rows = (old[: len(part)] for part, old in zip(new, before))
+                new = tuple(old + (part - old) / (loop + 1) for part, old in zip(new, of_rows))
+            self.kept[first_slot] = self.of_all_tokens(new, before)
+        elif sharing == "first" and before is None:
+            self.kept[first_slot] = (keys, values)
 
     def of_all_tokens(self, new: tuple[torch.Tensor, ...], before: tuple[torch.Tensor, ...] | None):
         """Return keys and values of this loop; tokens that exited and rows that finished keep those from before."""
@@ -311,11 +330,14 @@ class CacheView:
         return self.cache.update(self.plan.unsort(keys), self.plan.unsort(values), slot, *args, **kwargs)
 
     def finish(self):
-        """Write the last loop's keys and values to the deeper slots that hold the past."""
+        """Write the last loop's keys and values to the deeper slots that hold the past, and what else is to stay."""
         stored = self.stored_loops if self.shared is None else min(self.stored_loops, self.shared)
         for loop in range(self.loops_run, stored):
             for first_slot, states in self.latest.items():
                 self.write(self.slot(first_slot, loop), *states)
+        for first_slot, states in self.kept.items():
+            self.cache.layers[first_slot].crop(-states[0].shape[-2])
+            self.write(first_slot, *(part.to(self.latest[first_slot][0].dtype) for part in states))
         for layer in self.recording:
             if layer.is_initialized:
                 layer.crop(0)  # back to the window

@@ -92,7 +92,7 @@ class LoopedGenerationMixin(Generative):
         warm_start: the next token's loops start from the last token's state.
         draft_loops, draft_tokens: self-speculation: after how many loops a token proposes the next one ("auto": the
             fastest number, measured during decoding), and how many tokens may run ahead of full depth.
-        cache_sharing: "none", "last" or "cyclic-S".
+        cache_sharing: "none", "last", "first", "average" or "cyclic-S".
         cache_dtype: "int8" keeps keys and values of past tokens in 8 bits, for greedy decoding and sampling.
 
         All are also fields of `generation_config`. None in a call undoes a saved value, and num_loops in a call undoes

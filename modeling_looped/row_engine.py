@@ -36,6 +36,7 @@ IN_TICKS |= {"logits_to_keep", "tokenizer"}  # without effect in these passes
 def obstacle_to_row_engine(model, processors, criteria, config, synced_gpus: bool, model_kwargs: dict) -> str | None:
     """Return why this batch cannot be decoded here, or None."""
     cache, implementation = model_kwargs.get(CACHE), model.config._attn_implementation
+    sharing = sharing_of(cache)
     quantized = look_up("transformers.cache_utils", "QuantizedCache", ())
     obstacles = {
         f"attn_implementation={implementation!r}": implementation not in ("sdpa", "eager", FLEX),
@@ -48,6 +49,8 @@ def obstacle_to_row_engine(model, processors, criteria, config, synced_gpus: boo
         "an assistant's cache": config.is_assistant,
         "a quantized cache, which cannot be cropped": isinstance(cache, quantized),
         "an offloaded cache": getattr(cache, "offloading", False),
+        # in buffers of rows each loop of a slot overwrites the one before
+        f"cache_sharing={sharing!r}": sharing in ("first", "average"),
         ADAPTERS_OF_ROWS: gives_rows_adapters(model),
         "a forward, loop or attention that is not the model's own": not has_own_passes(model),
         "hooks on the model, its trunk or its attention_sites": has_hooks_on_passes(model),

@@ -35,8 +35,10 @@ class NaiveDecoder:
         """What `loop` of a later pass sees of a past token; `place` is its own among the loops with keys."""
         if self.sharing == "none":  # its own loop, or the deepest there is
             return loops[min(place, len(loops) - 1)]
-        if self.sharing == "last":
-            return loops[-1]
+        if self.sharing in ("last", "first"):
+            return loops[-1 if self.sharing == "last" else 0]
+        if self.sharing == "average":
+            return tuple(sum(part) / len(loops) for part in zip(*loops))
         size = int(self.sharing.removeprefix("cyclic-"))
         in_slot = [t for t in range(len(loops)) if t % size == loop % size]
         return loops[in_slot[-1] if in_slot else -1]

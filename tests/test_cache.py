@@ -358,7 +358,7 @@ def check_mixed_passes(model, ids, cache, sharing: str):
 
 # Slots shared between loops
 
-SHARING = ["none", "last", "cyclic-1", "cyclic-2", "cyclic-3", "cyclic-9"]
+SHARING = ["none", "last", "first", "average", "cyclic-1", "cyclic-2", "cyclic-3", "cyclic-9"]
 
 
 @pytest.mark.parametrize("sharing", SHARING)
@@ -376,7 +376,8 @@ def test_shared_slots(system, sharing, num_loops):
         for cache in caches:
             assert_same(run(model, part, [length], cache, num_loops)[0], expected)
         start += length
-    is_exact = sharing == "none" or int(sharing.replace("last", "cyclic-1").removeprefix("cyclic-")) >= num_loops
+    slots = int(sharing.removeprefix("cyclic-")) if sharing.startswith("cyclic") else 1
+    is_exact = sharing == "none" or slots >= num_loops
     assert torch.allclose(expected, whole(model, ids, num_loops)[:, -2:]) == is_exact
 
 
@@ -391,7 +392,15 @@ def test_shared_slots_of_rows_that_change_their_depths(system, sharing):
 
 @pytest.mark.parametrize(
     ("sharing", "num_loops", "slots"),
-    [("none", 6, 6), ("last", 6, 1), ("cyclic-2", 6, 2), ("cyclic-4", 6, 4), ("cyclic-9", 6, 6), ("cyclic-4", 3, 3)],
+    [
+        ("none", 6, 6),
+        ("last", 6, 1),
+        ("average", 6, 1),
+        ("cyclic-2", 6, 2),
+        ("cyclic-4", 6, 4),
+        ("cyclic-9", 6, 6),
+        ("cyclic-4", 3, 3),
+    ],
 )
 def test_shared_slots_save_memory(sharing, num_loops, slots):
     """Of P + Q + C * loops slots, P + Q + C * (those that are shared) are held."""
@@ -404,7 +413,7 @@ def test_shared_slots_save_memory(sharing, num_loops, slots):
     assert elements == per_slot * len(cache.layers)
 
 
-@pytest.mark.parametrize("sharing", ["last", "cyclic-2"])
+@pytest.mark.parametrize("sharing", ["last", "first", "average", "cyclic-2"])
 def test_shared_slots_of_sliding_layers_keep_a_window(sharing):
     model, ids = model_of("windows", num_loops=4), random_ids(2, LENGTH)
     _, cache = run(model, ids, [7, 1, 4], LoopedCache(model.config, sharing))
@@ -421,7 +430,7 @@ def test_no_cache_shares_what_the_model_shares_already(sharing):
         model.generate(random_ids(1, 4), cache_sharing=sharing)
 
 
-@pytest.mark.parametrize("sharing", ["first", "cyclic", "cyclic-0", "cyclic--1", "cyclic-2.5", "last-2", "", 3, None])
+@pytest.mark.parametrize("sharing", ["mean", "cyclic", "cyclic-0", "cyclic--1", "cyclic-2.5", "last-2", "", 3, None])
 def test_unknown_sharing(sharing):
     with pytest.raises(ValueError, match=f"cache_sharing={sharing!r} is not known"):
         LoopedCache(model_of("plain").config, sharing)

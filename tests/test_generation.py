@@ -323,7 +323,7 @@ def test_assisted_sampling():
 
 # Slots shared between loops
 
-SHARING = ["none", "last", "cyclic-2"]
+SHARING = ["none", "last", "first", "average", "cyclic-2"]
 
 
 @pytest.mark.parametrize("sharing", SHARING)
@@ -336,10 +336,16 @@ def test_cache_sharing(system, sharing, num_loops):
     depths = depths_of_rows(3 if num_loops is None else num_loops, 2)
     expected = [naive_greedy(model, row.tolist(), depth, NEW, sharing) for row, depth in zip(ids, depths)]
     assert out.sequences.tolist() == expected
-    slots = {"none": max(depths), "last": 1, "cyclic-2": 2}[sharing]
+    slots = {"none": max(depths), "cyclic-2": 2}.get(sharing, 1)
     config = model.config
     sections = config.num_prelude_layers + config.num_coda_layers
     assert len(out.past_key_values.layers) == sections + config.num_core_layers * slots
+
+
+@pytest.mark.parametrize("sharing", ["first", "average"])
+def test_exits_refuse_what_their_buffers_cannot_keep(sharing):
+    with pytest.raises(ValueError, match=f"not with cache_sharing='{sharing}'"):
+        greedy(model_of("plain"), random_ids(1, 4), cache_sharing=sharing, exit_criterion="kl")
 
 
 def test_cache_sharing_changes_what_is_generated():
@@ -349,7 +355,7 @@ def test_cache_sharing_changes_what_is_generated():
     assert torch.equal(greedy(model, ids, cache_sharing="cyclic-3"), greedy(model, ids))
 
 
-@pytest.mark.parametrize("sharing", ["last", "cyclic-2"])
+@pytest.mark.parametrize("sharing", SHARING[1:])
 @pytest.mark.parametrize("system", NAIVE_SYSTEMS)
 @pytest.mark.parametrize("num_loops", [None, 5, [5, 1]], ids=str)
 @pytest.mark.covering
@@ -412,8 +418,10 @@ def test_a_second_turn_with_the_sharing_that_was_saved(sharing):
 
 
 def test_unknown_cache_sharing():
-    with pytest.raises(ValueError, match="cache_sharing='first' is not known: choose 'none', 'last' or 'cyclic-S'"):
-        greedy(model_of("plain"), random_ids(1, 6), cache_sharing="first")
+    with pytest.raises(
+        ValueError, match="'mean' is not known: choose 'none', 'last', 'first', 'average' or 'cyclic-S'"
+    ):
+        greedy(model_of("plain"), random_ids(1, 6), cache_sharing="mean")
 
 
 # Continuous batching

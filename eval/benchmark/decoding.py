@@ -19,6 +19,7 @@ from looped_eval.common.timing import least_seconds, now
 from looped_eval.halting.calibration import never
 from looped_eval.halting.scoring import measure
 from modeling_looped import LoopedCache, LoopedForCausalLM, continuous, graph_decoding
+from modeling_looped.cache import ONE_SLOT
 from modeling_looped.exit_criteria import CRITERIA, ExitRule
 from modeling_looped.loop_parameters import count_in_a_loop
 from modeling_looped.proposals import PassSeconds
@@ -292,7 +293,7 @@ def sharing(args) -> dict:
     model, tokenizer = trained_model(args)
     ids = tokens_of_file(tokenizer, args, args.batch_size, args.length + 1).to(args.device)
     report, half = {}, args.length // 2
-    for policy in ("none", "last", *(f"cyclic-{loops}" for loops in range(1, model.config.num_loops))):
+    for policy in ("none", *ONE_SLOT, *(f"cyclic-{loops}" for loops in range(1, model.config.num_loops))):
         cache = LoopedCache(model.config, policy)
         model(ids[:, :half], cache=cache, use_cache=True, logits_to_keep=1)
         losses = []
