@@ -13,7 +13,7 @@
 # limitations under the License.
 """The configuration of a looped language model: every axis of the published systems is one field."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import fields
 from typing import Any, Literal
 
@@ -55,21 +55,11 @@ READOUTS = {
 
 
 def check_format_version(version: int):
-    if not 1 <= version <= FORMAT_VERSION:
+    if version != FORMAT_VERSION:
         raise ValueError(
-            f"this config has format_version={version}, but the installed modeling_looped reads 1 to "
-            f"{FORMAT_VERSION}. "
+            f"this config has format_version={version}, but the installed modeling_looped reads {FORMAT_VERSION}. "
             "Upgrade modeling_looped, or, in a process that does not import it, pass trust_remote_code=True."
         )
-
-
-def pattern_of_version_1(values: Mapping[str, Any]) -> str | None:
-    """Translate a window_pattern of version 1, where the last layer always had full attention, to that of today."""
-    pattern, sizes = values.get("window_pattern"), ("num_prelude_layers", "num_core_layers", "num_coda_layers")
-    layers = [values.get(name, getattr(LoopedConfig, name)) for name in sizes]
-    if not isinstance(pattern, str) or not all(isinstance(count, int) for count in layers):
-        return pattern
-    return f"{pattern[:-1]}L" if pattern and len(pattern) == sum(layers) else pattern
 
 
 @raise_value_errors
@@ -315,8 +305,6 @@ class LoopedConfig(DerivedFields):
         check_largest(self)
         if self.sliding_window is None and self.window_pattern is not None:
             self.sliding_window = self.max_position_embeddings // 4
-        if self.format_version == 1:
-            self.format_version, self.window_pattern = FORMAT_VERSION, pattern_of_version_1(vars(self))
         # transformers declares these for the class; here each config has its own: plans name the layers that exist
         self.base_model_tp_plan = tensor_parallel_plan(self)  # pyrefly: ignore[read-only]
         self.base_model_fsdp_plan = fsdp_plan(self)  # pyrefly: ignore[read-only]
@@ -414,9 +402,6 @@ class LoopedConfig(DerivedFields):
         generation config; the saved `num_loops` is that of training. Older folders have no `trained_num_loops`."""
         if config_dict.get("trained_num_loops") is None and config_dict.get("num_loops") is not None:
             config_dict = {**config_dict, "trained_num_loops": config_dict["num_loops"]}
-        if config_dict.get("format_version") == 1 and "window_pattern" not in kwargs:
-            pattern = pattern_of_version_1({**config_dict, **kwargs})
-            config_dict = {**config_dict, "format_version": FORMAT_VERSION, "window_pattern": pattern}
         if kwargs.get("return_unused_kwargs"):  # the caller gets the unused arguments back
             cls._refuse_misnamed(kwargs)
         else:

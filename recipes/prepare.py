@@ -45,7 +45,7 @@ def cuts(manifest: dict) -> list[str]:
     pieces = sum(manifest["counts"][split]["documents"] for split in splits)
     if not 0 < num_files < pieces or source.get("joined_by") is not None:
         return []
-    size = source.get("text_size", TEXT_DOCUMENT)
+    size = source["text_size"]
     said = f"{num_files:,} text files were cut into {pieces:,} documents, at blank lines after {size:,} characters"
     said += ", and held out of training piece by piece" * is_held_out
     return [said + f"; {MANY_TEXTS:,} files or more stay whole" * (size == TEXT_DOCUMENT)]

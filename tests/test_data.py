@@ -34,7 +34,6 @@ from looped_recipes.data.packing import PackedRows, best_fit, document_positions
 from looped_recipes.data.shards import open_prepared
 from looped_recipes.data.shuffle import rows_of_step
 from looped_recipes.data.sources import readable
-from looped_recipes.data.tokenizers import tokenizer_hash
 from looped_recipes.settings.recipe import DataConfig, RecipeError
 from tests.helpers import quick_and_slow, tiny_model, tiny_tokenizer
 from tests.helpers_data import WORDS, make_documents, write_jsonl
@@ -1167,21 +1166,6 @@ def test_missing_tokenizer_folder_is_refused_before_anything_is_read(make_data, 
     monkeypatch.setattr(sources.Source, "load", lambda self: pytest.fail("the source was read"))
     with pytest.raises(RecipeError, match="there is no tokenizer folder './missing'"):
         shards.prepare(make_data(tokenizer="./missing"))
-
-
-def test_shards_of_a_version_that_did_not_count_what_is_found_are_open_still(make_data, tmp_path, monkeypatch):
-    tokenizer = shards.prepare(make_data()).tokenizer
-    assert shards.tokenizer_hash(tokenizer, with_found=False) == shards.tokenizer_hash(tokenizer)
-    tokenizer.add_tokens(["<tool>"])
-    tokenizer.save_pretrained(tmp_path / "tokenizer")
-    data = make_data(tokenizer=str(tmp_path / "tokenizer"))
-    now = sources.training_source(data), None
-    with monkeypatch.context() as patch:
-        patch.setattr(shards, "tokenizer_hash", lambda one, with_found=False: tokenizer_hash(one, with_found=False))
-        before = shards.prepare(data)
-    after = shards.open_prepared(before.folder, data, shards._settings(data, *now))
-    assert after.manifest == before.manifest
-    assert before.manifest["tokenizer"]["sha256"] != shards.tokenizer_hash(after.tokenizer)
 
 
 def test_edits_of_a_tokenizer_that_was_brought_along(make_data, tmp_path):

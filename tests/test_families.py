@@ -338,34 +338,6 @@ def test_flex_attention_softcaps():
     torch.testing.assert_close(found[mask.bool()], expected[mask.bool()], rtol=1e-4, atol=1e-5)
 
 
-# Window patterns of the first format
-
-
-@pytest.mark.parametrize(
-    ("pattern", "meant"), [("SSS", "SSL"), ("SLS", "SLL"), ("LLL", "LLL"), ("SS", "SS"), ("S", "S"), (None, None)]
-)
-def test_a_window_pattern_of_the_first_format_keeps_its_last_layer_full(pattern, meant, tmp_path):
-    fields = {"num_prelude_layers": 1, "num_core_layers": 2, "window_pattern": pattern, "sliding_window": 4}
-    written = {**LoopedConfig(**fields).to_dict(), "format_version": 1, "window_pattern": pattern}
-    for config in (LoopedConfig.from_dict(written), LoopedConfig(**written)):
-        assert (config.window_pattern, config.format_version) == (meant, 2)
-        expected = [[pattern[i % len(pattern)], "L"][i == 2] if pattern else "S" for i in range(3)]
-        assert [
-            "S" if kind == "sliding_attention" else "L" for kind in sum(config.section_layer_types(), [])
-        ] == expected
-        config.save_pretrained(tmp_path)
-        assert LoopedConfig.from_pretrained(tmp_path).section_layer_types() == config.section_layer_types()
-
-
-def test_a_pattern_of_the_first_format_beside_another_depth():
-    written = {**LoopedConfig(num_core_layers=3, window_pattern="SSS").to_dict(), "format_version": 1}
-    # as many letters as layers only at the depth that is asked for, or no longer
-    deeper = {**written, "num_core_layers": 5, "num_hidden_layers": 20}
-    assert LoopedConfig.from_dict(deeper, num_core_layers=3).window_pattern == "SSL"
-    assert LoopedConfig.from_dict(dict(written), num_core_layers=5).window_pattern == "SSS"
-    assert LoopedConfig.from_dict(dict(written), window_pattern="SLS").window_pattern == "SLS"
-
-
 # Norms in low precision
 
 

@@ -893,13 +893,6 @@ def test_home_folders_are_found_everywhere(tmp_path, monkeypatch):
     assert found == [str(tmp_path / name) for name in ("run", "model", "shards", "text.jsonl")]
 
 
-def test_a_run_that_is_done_opens_with_settings_that_had_no_effect(tmp_path):
-    (tmp_path / "recipe.yaml").write_text("training: {steps: 3}\noptimizer: {muon_lr: 0.5}")
-    with pytest.raises(RecipeError, match="no effect"):
-        load_recipe(tmp_path / "recipe.yaml")
-    assert load_recipe(tmp_path / "recipe.yaml", finished=True).optimizer.muon_lr == 0.5
-
-
 def test_paths_of_a_run_are_those_of_the_folder_it_was_launched_in(tmp_path, monkeypatch):
     (tmp_path / "launched" / "elsewhere").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "launched")

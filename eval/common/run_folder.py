@@ -39,9 +39,8 @@ class RunFolder:
             raise RunError(f"{self.folder}/metrics.jsonl holds no whole line: the run has logged nothing yet")
 
     def results(self, name: str) -> Path:
-        """Return the path of a result about this model: in eval/ of the run, or, from older versions, in the run."""
-        own, former = self.folder / "eval" / name, self.folder / name
-        return former if former.exists() and not own.exists() else own
+        """Return the path of a result about this model."""
+        return self.folder / "eval" / name
 
     def own_files(self, pattern: str) -> list[Path]:
         """Return the matching files of this run, without those in folders of other models or runs inside it."""

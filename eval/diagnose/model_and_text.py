@@ -133,7 +133,7 @@ def fields_of_yaml(path: str) -> dict:
     fields = read_yaml(path)
     if not fields.keys() & {"extends", "model", *SECTIONS}:
         return fields
-    recipe = load_recipe(path, finished=True)
+    recipe = load_recipe(path)
     if recipe.dense.path is not None:
         raise DiagnoseError(f"{path!r} begins with the dense model {recipe.dense.path!r}: name its trained run")
     return dict(recipe.model)

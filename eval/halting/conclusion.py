@@ -13,9 +13,7 @@ def shallowest_depth(fixed: list[dict], budget: float) -> int:
 def cheapest(tokens: list[dict]) -> dict:
     """Return the row with the greatest speed-up by FLOPs on the text of its calibration: the best of several on the
     other text would look better than it is."""
-    # older versions measured the speed-up on the other text alone
-    is_known = all("calibrated_speedup" in row for row in tokens)
-    return max(tokens, key=lambda row: row["calibrated_speedup" if is_known else "predicted_speedup"])
+    return max(tokens, key=lambda row: row["calibrated_speedup"])
 
 
 MORE_LOOPS = 1.05  # times those asked for: more are not equal
@@ -56,8 +54,8 @@ def conclusion(fixed: list[dict], tokens: list[dict], budget: float, num_loops: 
         return f"No exit pays {within}, but a fixed depth of {shallowest} does: num_loops={shallowest} is enough."
     found = f"{best['criterion']} takes {loops_in_words(best['mean_loops'], num_loops)}, calibrated to be {within}"
     if best["ratio"] > 1 + budget:
-        error = best.get("ratio_error")  # None in older files; of a single sequence it is not known
-        sure = f", ± {100 * error:.2f} by its sequences" if error is not None and math.isfinite(error) else ""
+        error = best["ratio_error"]  # of a single sequence it is not known
+        sure = f", ± {100 * error:.2f} by its sequences" if math.isfinite(error) else ""
         found += f" (on the other text it is {100 * best['ratio'] - 100:.2f} % worse{sure})"
     if shallowest == num_loops:
         return f"{found}; no smaller fixed depth is."

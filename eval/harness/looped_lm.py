@@ -239,9 +239,7 @@ class LoopedLM(HFLM):
 
     def _key(self, kind: str, arguments, depth: int) -> str:
         model = [str(self.config._name_or_path), *self._state_of_model, self._present]
-        # not as a tuple: under such keys, files of earlier versions hold answers that chose their loops afterwards
-        rule = None if self.rule is None else str(self.rule)
-        return hash_args(kind, [*model, depth, rule, *self._seeded(), *arguments])
+        return hash_args(kind, [*model, depth, str(self.rule), *self._seeded(), *arguments])
 
     def _seeded(self) -> list:
         return [] if self.state_seed is None else [f"state_seed={self.state_seed}"]
@@ -637,7 +635,7 @@ def vocabulary_of(tokenizer) -> list:
 def open_answers(path: str):
     from sqlitedict import SqliteDict
 
-    # by itself it stores pickles, which run code when they are read; those of older versions are in another table
+    # by itself it stores pickles, which run code when they are read
     return SqliteDict(path, tablename="answers", encode=json.dumps, decode=decoded)
 
 

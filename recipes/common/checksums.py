@@ -60,13 +60,11 @@ def sealed(content: dict) -> str:
 
 
 def read_sealed(path: str | Path) -> dict:
-    """Read an object and check and remove its checksum, which older files lack. Raise ValueError or OSError if the
-    file is damaged."""
+    """Read an object and check and remove its checksum. Raise ValueError or OSError if the file is damaged."""
     content = json.loads(Path(path).read_text())
     if not isinstance(content, dict):
         raise Damaged(f"{path} holds no object")
-    seal = content.pop(SEAL, None)
-    if seal is not None and seal != seal_of(content):
+    if content.pop(SEAL, None) != seal_of(content):
         raise Damaged(f"{path} has another checksum than was written")
     return content
 

@@ -21,9 +21,9 @@ class MetricsLog:
     def start(self, step: int, saved: Path | None):
         """Continue at `step`, on one process: drop records that an interrupted run wrote after its checkpoint.
 
-        saved: the metrics up to this step, stored in the checkpoint; older checkpoints lack this file.
+        saved: the metrics up to this step, stored in the checkpoint.
         """
-        kept = [] if saved is None else read_metrics(saved if saved.is_file() else self.path)
+        kept = [] if saved is None else read_metrics(saved)
         kept = [record for record in kept if record["step"] < step]
         (self.path.parent / LIST).unlink(missing_ok=True)  # checksums of a finished run
         write_whole(self.path, "".join(json.dumps(record) + "\n" for record in kept))

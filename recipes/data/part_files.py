@@ -88,9 +88,7 @@ class PartMaker:
         try:
             facts = read_sealed(self.folder / f"{part}.json")
             shards = facts["shards"].values()
-            return facts.get("tokenizer", self.tokenizer) == self.tokenizer and all(
-                "left" in shard and damage(self.folder, shard) is None for shard in shards
-            )
+            return facts["tokenizer"] == self.tokenizer and all(damage(self.folder, shard) is None for shard in shards)
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return False
 
@@ -222,7 +220,7 @@ def write_shard(path: Path, packed: list[np.ndarray], left: list[np.ndarray]) ->
 
 
 def damage(folder: Path, shard: dict) -> str | None:
-    """Return how a shard differs from what was written; None if it does not. Older shards have only a size."""
+    """Return how a shard differs from what was written; None if it does not."""
     return difference(folder / shard["file"], shard["size"], shard.get("checksum"))
 
 

@@ -105,7 +105,7 @@ def open_prepared(folder: Path | str, data: DataConfig, settings: dict | None = 
                 "it is made anew"
             )
     tokenizer = _open_tokenizer(folder)
-    if manifest["tokenizer"]["sha256"] not in (tokenizer_hash(tokenizer, with_found) for with_found in (True, False)):
+    if manifest["tokenizer"]["sha256"] != tokenizer_hash(tokenizer):
         raise RecipeError(
             f"the shards in {folder} were made with another tokenizer than the one in {folder / TOKENIZER} (it was "
             "replaced): put the old one back, or delete the folder and prepare again"

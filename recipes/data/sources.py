@@ -84,9 +84,6 @@ class Source:
         """Return what decides the documents, without reading them; it changes when a file changes."""
         fields = {**vars(self), "document_start": self._document_start()}
         del fields["training"]
-        for name in ("joined_by", "token_field"):  # shards of older versions lack these settings
-            if fields[name] is None:
-                del fields[name]
         if self.name == "embedded":
             sizes = [[name, path.stat().st_size] for name, path in library_files()]
             return {
@@ -95,12 +92,12 @@ class Source:
                 "files": _digest(sizes),
                 "max_documents": self.max_documents,
                 "document_start": self.document_start,
-                **({} if self.joined_by is None else {"joined_by": self.joined_by}),
+                "joined_by": self.joined_by,
             }
         files = local_files(self.name)
         if files is not None:
             fields["files"] = _digest_of_files(files)
-            if self.num_texts and self.text_size != TEXT_DOCUMENT:  # older versions cut all texts alike
+            if self.num_texts:
                 fields["text_size"] = self.text_size
             fields["name"] = str(expanded(self.name).absolute())
             if (said := said_of_splits(expanded(self.name))) is not None:

@@ -178,17 +178,14 @@ def tokenizer_settings(data: DataConfig) -> dict:
     return {"name": data.tokenizer, **start}
 
 
-def tokenizer_hash(tokenizer: PreTrainedTokenizerBase, with_found: bool = True) -> str:
-    """Return a hash that is equal for tokenizers that give equal tokens, and unchanged by saving and loading.
-
-    with_found: count which added tokens are found in texts, and how; older versions did not.
-    """
+def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return a hash that is equal for tokenizers that give equal tokens, and unchanged by saving and loading."""
     parts = json.loads(tokenizer.backend_tokenizer.to_str())
     added = {token["content"]: token["id"] for token in parts["added_tokens"]}
     decisive = [parts["model"], parts["normalizer"], parts["pre_tokenizer"], added]
     decisive += [tokenizer.bos_token_id, tokenizer.eos_token_id]
     found = [token for token in parts["added_tokens"] if not token["special"]]  # special tokens are not
-    decisive += [found] if found and with_found else []
+    decisive += [found] if found else []
     return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
 
 

@@ -270,8 +270,8 @@ def why_damaged(path: Path) -> str | None:
     marker = read_marker(path)
     if marker is None:
         return f"{MARKER} is damaged, or a file is missing or cut"
-    checksums = marker.get("checksums", {})
-    found = (difference(path / name, size, checksums.get(name)) for name, size in marker["files"].items())
+    checksums = marker["checksums"]
+    found = (difference(path / name, size, checksums[name]) for name, size in marker["files"].items())
     return next((reason for reason in found if reason is not None), None)
 
 

@@ -24,7 +24,6 @@ from looped_recipes.common.checksums import (
     write_checksums,
 )
 from looped_recipes.common.files import is_foreign, remove, save_pretrained, sync, sync_all
-from looped_recipes.data.shards import prepare
 from looped_recipes.settings.model_file import write_code
 from looped_recipes.settings.recipe import recipe_of_run
 from modeling_looped import LoopedConfig
@@ -73,13 +72,8 @@ def export_checkpoint(run: Path, checkpoint: Path, path: Path, trust_remote_code
         )
     with torch.device("meta"):
         model = recipe.model_class(LoopedConfig.from_dict(marker["config"]["model"]))
-    if "generation" in marker:  # checkpoints of older versions lack it
-        model.generation_config = GenerationConfig.from_dict(marker["generation"])
-    if (checkpoint / TOKENIZER).is_dir():
-        tokenizer = AutoTokenizer.from_pretrained(checkpoint / TOKENIZER)
-    else:
-        tokenizer = prepare(recipe.data).tokenizer
-        tokenizer.model_max_length = model.config.max_position_embeddings
+    model.generation_config = GenerationConfig.from_dict(marker["generation"])
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint / TOKENIZER)
     card = model_card(recipe, model.config, run / "metrics.jsonl", path, marker["step"])
     state = load_weights(checkpoint)
     on_main_process(lambda: write_export(path, model, state, tokenizer, card), path)

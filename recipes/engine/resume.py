@@ -62,8 +62,6 @@ def compared_settings(recipe: Recipe, config: LoopedConfig, data, precision: str
         "training": {name: getattr(recipe.training, name) for name in COMPARED_TRAINING},
         VALIDATION: {
             "rows": min(recipe.evaluation.rows, len(data.validation)),
-            # older versions read the first rows: what they measured is not compared with what is measured now
-            **({"spread": True} if recipe.evaluation.rows < len(data.validation) else {}),
             "sampled_rows": sample_of_rows(data.validation),
         },
         "precision": precision,
@@ -101,7 +99,7 @@ def comparable(config: dict) -> dict:
     """Convert a config to plain JSON values, without fields that depend on how and with which version the model was
     loaded."""
     config = {key: value for key, value in config.items() if key not in VOLATILE}
-    if config.get("trained_num_loops") == config.get("num_loops"):  # older checkpoints lack the field
+    if config.get("trained_num_loops") == config.get("num_loops"):  # one change of depth is told once
         config.pop("trained_num_loops", None)
     return json.loads(json.dumps(config, default=str, sort_keys=True))
 

@@ -43,7 +43,7 @@ class Progress:
     best: float = math.inf  # the lowest validation loss of a checkpoint; not every checkpoint has one
     last_validation: float = math.inf
     evaluated_at: int | None = None  # completed steps at the last validation
-    total_steps: int | None = None  # length of the whole run; unknown for checkpoints of older versions
+    total_steps: int | None = None  # length of the whole run; unknown before the first step
 
 
 class RunCheckpoints:
@@ -106,17 +106,16 @@ class RunCheckpoints:
 
     def load(self, checkpoint: Path) -> tuple[Progress, list]:
         """Load a checkpoint. Return its progress, and the settings that have changed since."""
-        own, marker = dict(self.compared), read_marker(checkpoint)
-        # older versions did not save these settings, so they are not compared
-        for name in {"precision", "rows_of_dropout", VALIDATION} - marker["config"].keys():
-            own.pop(name)
-        changes = differing(with_later_fields(marker["config"]), own)
+        marker = read_marker(checkpoint)
+        changes = differing(with_later_fields(marker["config"]), self.compared)
         may = partial(may_change, resume=self.recipe.training.resume)
-        extra = load_checkpoint(checkpoint, self.model, self.optimizers, own, may, as_of_now=with_later_fields)
+        extra = load_checkpoint(
+            checkpoint, self.model, self.optimizers, self.compared, may, as_of_now=with_later_fields
+        )
         self.monitor.load_state_dict(extra["monitor"])
         if "scaler" in extra:
             self.accelerator.scaler.load_state_dict(extra["scaler"])
-        other = other_versions(marker.get("made_by", {}))
+        other = other_versions(marker["made_by"])
         if other:
             self.accelerator.print(
                 f"{checkpoint} was made with {other}: steps may be rounded differently from here on"
@@ -124,9 +123,9 @@ class RunCheckpoints:
         is_other_text = any(name.startswith(VALIDATION) for name, _, _ in changes)
         progress = Progress(
             step=extra["step"],
-            num_skipped=extra.get("skipped_steps", 0),
+            num_skipped=extra["skipped_steps"],
             best=math.inf if is_other_text else extra["best"],
-            total_steps=extra.get("total_steps"),
+            total_steps=extra["total_steps"],
         )
         return progress, changes
 

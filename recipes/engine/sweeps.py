@@ -34,7 +34,7 @@ def refuse_other_recipe(run: Run):
     saved = Path(run.recipe.training.output_dir) / "recipe.yaml"
     if not saved.is_file():
         return
-    before, now = deciding_settings(load_recipe(saved, finished=True)), deciding_settings(run.recipe)
+    before, now = deciding_settings(load_recipe(saved)), deciding_settings(run.recipe)
     if (compared := compared_of(run)) is not None:
         before[CODE], now[CODE] = compared.get(CODE), checksum_of_code(run.recipe)
     others = differing(before, now)
@@ -88,12 +88,10 @@ def refuse_other_conditions(run: Run, compared: dict | None, seen: dict):
     if compared is None:
         return
     of_data = json.dumps(deciding_settings(run.recipe)["data"], sort_keys=True)
-    found = {"precision": compared.get("precision")}
+    found = {"precision": compared["precision"]}
     for split, section in (("training", "data"), ("validation", VALIDATION)):
-        found[split, of_data] = compared.get(section, {}).get("sampled_rows")
+        found[split, of_data] = compared[section]["sampled_rows"]
     for key, value in found.items():
-        if value is None:  # checkpoints of older versions lack it
-            continue
         first, before = seen.setdefault(key, (run.name, value))
         if value != before:
             what = "precision" if key == "precision" else f"text of {key[0]}, with the same settings of data"

@@ -59,7 +59,7 @@ def number_of_steps(args, recipes: list[Recipe]) -> int:
     for recipe in recipes:
         begun = Path(recipe.training.output_dir) / "recipe.yaml"
         if begun.is_file():
-            before = load_recipe(begun, finished=True)
+            before = load_recipe(begun)
             if Path(before.data.source).resolve() != Path(recipe.data.source).resolve():
                 raise ValueError(
                     f"{args.output} has models of {before.data.source}: choose another folder for those of "

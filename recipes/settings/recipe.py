@@ -161,12 +161,8 @@ def load_recipe(
     path: str | Path,
     overrides: typing.Sequence[str] = (),
     changes: dict[str, typing.Any] | None = None,
-    finished: bool = False,
 ) -> Recipe:
-    """Read a recipe from YAML, changed by `changes` and then by overrides: section.key=value, where values are YAML.
-
-    finished: the recipe of a finished run; settings without effect are accepted, because older versions accepted them.
-    """
+    """Read a recipe from YAML, changed by `changes` and then by overrides: section.key=value, with values in YAML."""
     raw = _read(path)
     if raw.keys() & {"grid", "runs"}:
         raise RecipeError(f"{path} is a sweep, of many runs: `{typed('looped sweep', path)}` trains them")
@@ -177,13 +173,13 @@ def load_recipe(
             _section(raw, section, f"{path} with {key}")
             said.setdefault(section, {})[name] = value
         raw |= {section: _over(section, raw.get(section) or {}, values) for section, values in said.items()}
-    return recipe_from_dict(raw, str(path), finished)
+    return recipe_from_dict(raw, str(path))
 
 
 def recipe_of_run(run: str | Path) -> Recipe:
     """Read the recipe of a finished run. Relative paths that do not exist here are looked up in the folder from which
     the run was launched: the one in which `output_dir` leads to the run."""
-    recipe, run = load_recipe(Path(run) / "recipe.yaml", finished=True), Path(run).resolve()
+    recipe, run = load_recipe(Path(run) / "recipe.yaml"), Path(run).resolve()
     output = Path(recipe.training.output_dir).parts
     launched_in = Path(*run.parts[: -len(output)])
     if run.parts[-len(output) :] != output:  # the run was moved
@@ -212,7 +208,7 @@ def split_override(override: str) -> tuple[str, typing.Any]:
     return key, parsed
 
 
-def recipe_from_dict(raw: dict, where: str = "the recipe", finished: bool = False) -> Recipe:
+def recipe_from_dict(raw: dict, where: str = "the recipe") -> Recipe:
     refuse_unknown(raw, ["model", *SECTIONS], where, "section")
     has_own_class = _section(raw, "training", where).get("model_file") is not None
     recipe = Recipe(model=_model_fields(_section(raw, "model", where), where, has_own_class))
@@ -228,8 +224,7 @@ def recipe_from_dict(raw: dict, where: str = "the recipe", finished: bool = Fals
         check_relations(recipe)
         if recipe.optimizer.decay_product is not None:
             recipe.optimizer.weight_decay = decay_of_product(recipe.optimizer)
-        if not finished:
-            refuse_idle(recipe)
+        refuse_idle(recipe)
     except RecipeError as error:
         raise RecipeError(f"{where}: {error}") from None
     return recipe

@@ -1,4 +1,4 @@
-"""What lies on the disk: nothing in it is run, what is damaged is said, and older folders open."""
+"""What lies on the disk: nothing in it is run, and what is damaged is said."""
 
 import json
 import os
@@ -31,11 +31,10 @@ from looped_recipes.engine.checkpoint import (
     latest_checkpoint,
     load_checkpoint,
     save_checkpoint,
-    training_state,
 )
 from looped_recipes.engine.export import change_of_export, export_model
 from looped_recipes.engine.publish import without_places
-from looped_recipes.engine.resume import comparable, refuse_lost_run
+from looped_recipes.engine.resume import refuse_lost_run
 from looped_recipes.engine.saving import CheckpointError
 from looped_recipes.engine.sweep_runs import Run
 from looped_recipes.engine.sweeps import outcome, train
@@ -44,7 +43,7 @@ from modeling_looped import LoopedForCausalLM
 from tests.faults.tiny_run import metrics_of
 from tests.helpers import tiny_model, tiny_tokenizer, wait_until
 from tests.helpers_processes import is_running, run_and_kill
-from tests.test_checkpoint import ADAMW, advance, assert_same, contents, model_and_optimizers
+from tests.test_checkpoint import ADAMW, advance, model_and_optimizers
 
 
 # What is read is not run
@@ -93,25 +92,6 @@ def test_a_payload_in_a_checkpoint_is_not_run(tmp_path, where):
     with pytest.raises(CheckpointError, match="posix.mkdir|Unsupported global|WeightsUnpickler|Weights only"):
         load_checkpoint(path, model, optimizers)
     assert not made.exists()
-
-
-def test_a_checkpoint_of_an_older_version_opens_and_its_pickles_are_not_run(tmp_path):
-    """With settings of the optimizers as pickles, and a marker of sizes alone."""
-    model, optimizers = model_and_optimizers()
-    advance(model, optimizers, 0)
-    expected = contents(model, optimizers)
-    path = tmp_path / "step-00000001"
-    state = training_state(model, optimizers, as_template=True)
-    state["optimizers"]["param_groups"][0]["betas"] = Payload(tmp_path / "made")
-    dcp.save(state, storage_writer=dcp.FileSystemWriter(path), no_dist=True)
-    sizes = {each.name: each.stat().st_size for each in path.iterdir()}
-    config = comparable(model.config.to_dict())
-    marker = {"step": 1, "is_best": True, "config": config, "extra": {"best": 1.5}, "files": sizes}
-    (path / MARKER).write_text(json.dumps(marker))
-    other, others = model_and_optimizers()
-    assert load_checkpoint(path, other, others) == {"best": 1.5, "step": 1}
-    assert_same(contents(other, others), expected)
-    assert not (tmp_path / "made").exists()
 
 
 # What is damaged
