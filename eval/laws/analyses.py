@@ -6,7 +6,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from scipy.stats import norm as normal
-from scipy.stats import t as student
+
+from looped_recipes.common.intervals import students_quantile
 
 from .fitting import Fit, FitError, bootstrap, draw_residuals, draw_runs, fit, huber, interval
 from .forms import ABOVE_FLOOR, CONDITIONING, PARAMETRIC, TEST_TIME, UNIFIED
@@ -78,7 +79,7 @@ def law_of_optima(of_budgets: dict[float, Optimum]) -> dict:
     exponent = float(weights @ logs)
     degrees = sum(optimum.degrees for optimum in best)
     noise = math.sqrt(sum(optimum.squares for optimum in best) / degrees)
-    reach = student.ppf(0.975, degrees) * noise * np.linalg.norm(weights * [optimum.spread for optimum in best])
+    reach = students_quantile(0.975, degrees) * noise * np.linalg.norm(weights * [optimum.spread for optimum in best])
     return {
         "exponent": exponent,
         "scale": math.exp(logs.mean() - exponent * flops.mean()),
@@ -293,7 +294,8 @@ def curve_bootstrap(fitted: Fit, curve: RunTable, resamples: int, seed: int) -> 
     losses = draw_residuals(fitted.predict(columns), curve["loss"], len(fitted.law.names), resamples, seed)
     again = bootstrap(fitted, columns, losses, resamples, criterion="squares")
     # the noise is estimated from few residuals: Student's distribution is wider than that of the resamples
-    again.refits = fitted.free + (again.refits - fitted.free) * float(student.ppf(0.975, degrees) / normal.ppf(0.975))
+    wider = float(students_quantile(0.975, degrees) / normal.ppf(0.975))
+    again.refits = fitted.free + (again.refits - fitted.free) * wider
     return again
 
 

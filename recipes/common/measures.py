@@ -7,6 +7,7 @@ Training metrics and diagnostics both use these functions, so that each quantity
 import math
 from collections.abc import Iterable
 
+import numpy as np
 import torch
 from torch.nn.utils import get_total_norm
 
@@ -236,9 +237,5 @@ def power_law(x: list[float], y: list[float]) -> dict:
         raise ValueError(f"a slope needs different values of x, got {list(x)}")
     if not all(math.isfinite(value) and value > 0 for value in (*x, *y)):
         return {"slope": None, "why": "a run diverged, or a value is not positive"}
-    log_x, log_y = (torch.tensor(values, dtype=torch.float64).log() for values in (x, y))
-    centred = log_x - log_x.mean()
-    slope = (centred @ log_y) / centred.square().sum()
-    residual = log_y - log_y.mean() - slope * centred
-    error = (residual.square().sum() / (len(x) - 2) / centred.square().sum()).sqrt()
-    return {"slope": slope.item(), "standard_error": error.item(), "points": len(x)}
+    (slope, _), covariance = np.polyfit(np.log(x), np.log(y), 1, cov=True)
+    return {"slope": float(slope), "standard_error": float(covariance[0, 0] ** 0.5), "points": len(x)}

@@ -116,14 +116,12 @@ def nearest(points: list, best: int) -> list:
 
 def parabola(x: np.ndarray, y: np.ndarray):
     """Fit y = a + b x + c x^2 by least squares. Return (b, c), their covariance, and the remaining degrees of
-    freedom."""
-    design = np.stack([x - x.mean(), x**2 - (x**2).mean()], 1)  # centred, which removes a
-    inverse = np.linalg.inv(design.T @ design)
-    centred = y - y.mean()
-    coefficients = inverse @ design.T @ centred
+    freedom; without any, the covariance is not known."""
     freedom = len(y) - 3
-    misfit = ((centred - design @ coefficients) ** 2).sum()
-    return coefficients, inverse * misfit / max(freedom, 1), freedom
+    if freedom < 1:
+        return np.polyfit(x, y, 2)[1::-1], None, freedom
+    coefficients, covariance = np.polyfit(x, y, 2, cov=True)
+    return coefficients[1::-1], covariance[1::-1, 1::-1], freedom
 
 
 def fieller(slope: float, curvature: float, covariance: np.ndarray, quantile: float):
