@@ -31,7 +31,7 @@ Underscores and hyphens are the same in names.
 """
 
 
-def show_help(arguments: list[str]):
+def parse(arguments: list[str]):
     """Print the help of this command; lm-eval prints the help of its commands run, ls and validate."""
     if not arguments or arguments[0] in ("-h", "--help"):
         print(__doc__)

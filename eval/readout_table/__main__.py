@@ -1,7 +1,5 @@
-from looped_recipes.common.command_line import run_command
-
-from .options import parse
+from looped_recipes.common.command_line import run_package
 
 
 if __name__ == "__main__":
-    run_command("looped_eval.readout_table.command", parse)
+    run_package(__package__)

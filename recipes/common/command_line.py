@@ -245,6 +245,11 @@ def run_command(main: Callable | str, parse: Callable | None = None):
     raise SystemExit(status if isinstance(status, int) else 0)
 
 
+def run_package(package: str):
+    """Run the command in a package with options.py, whose `parse` accepts the arguments, and command.py."""
+    run_command(f"{package}.command", import_module(f"{package}.options").parse)
+
+
 class LastingOutput(io.FileIO):
     """The file of a stream. When the reader of its pipe has gone, or its terminal is closed, it becomes the null
     device: a command, such as a training of days, does its work and ends with its own status."""
