@@ -35,21 +35,18 @@ def prepared_data(run: Path, data: DataConfig) -> Prepared:
         ) from error
 
 
-def held_out_rows(
-    run: Path, count: int, length: int, seed: int | None = None, least: int | None = None
-) -> tuple[torch.Tensor, str]:
+def held_out_rows(run: Path, count: int, length: int, seed: int | None = None) -> tuple[torch.Tensor, str]:
     """Return [count, length] tokens of the validation split, no token twice, and a name of the text.
 
-    With a seed, rows are drawn at random; without, they are taken from the beginning. least: the number of rows that
-    is enough if the split has fewer than `count`. Start tokens that the model has not learned to predict are removed,
-    so that every token is a target.
+    With a seed, rows are drawn at random; without, they are taken from the beginning. Start tokens that the model has
+    not learned to predict are removed, so that every token is a target.
     """
     data = run_data(run)
     rows = prepared_data(run, data).validation
     stream = stream_of(rows)
     if not rows.learn_start:
         stream = stream[stream != rows.start]
-    return cut(stream, length, length, count, seed, count if least is None else least, run), name_of(run, data)
+    return cut(stream, length, length, count, seed, count, run), name_of(run, data)
 
 
 def rows_as_trained(run: Path, count: int, length: int, seed: int, least: int) -> tuple[torch.Tensor, int | None, str]:
