@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache
 
-from .checks import check_inputs, refuse_if
+from .checks import check_inputs
 from .compatibility import named_cache, one_cache, tuples_on_request
 from .configuration_looped import LoopedConfig
 from .cpu import project
@@ -232,11 +232,11 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin, LoopedLoss
 
     def gate(self, state):
         """Return the gate logit of H: [batch, length]."""
-        refuse_if(
-            self.exit_gate is None,
-            f"an exit gate is read here (loop_loss={self.config.loop_loss!r}), but this model was built without one: "
-            "build it with exit_gate='raw' or 'normed'",
-        )
+        if self.exit_gate is None:
+            raise ValueError(
+                f"an exit gate is read here (loop_loss={self.config.loop_loss!r}), but this model was built without "
+                "one: build it with exit_gate='raw' or 'normed'"
+            )
         if self.config.exit_gate == "normed":
             state = self.model.norm(state)
         if self.config.loop_loss == "gate":  # stage II trains only the gate
@@ -246,11 +246,11 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin, LoopedLoss
     def _gates(self, outputs) -> torch.Tensor:
         """Return the gate logits after every loop, [loops, batch, length]."""
         trains_gate = self.config.loop_loss == "gate" and self.training and torch.is_grad_enabled()
-        refuse_if(
-            trains_gate and not any(weight.requires_grad for weight in self.exit_gate.parameters()),
-            "loop_loss='gate' trains the exit gate alone, whose weights are frozen, so that nothing would be trained: "
-            "give them requires_grad, with PEFT by modules_to_save=['exit_gate']",
-        )
+        if trains_gate and not any(weight.requires_grad for weight in self.exit_gate.parameters()):
+            raise ValueError(
+                "loop_loss='gate' trains the exit gate alone, whose weights are frozen, so that nothing would be "
+                "trained: give them requires_grad, with PEFT by modules_to_save=['exit_gate']"
+            )
         return torch.stack([self.gate(state) for state in outputs.loop_hidden_states])
 
     def _exit_probabilities(self, gates, depths: int | list[int]) -> torch.Tensor:

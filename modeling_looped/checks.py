@@ -21,11 +21,6 @@ FIELDS_OF_BUILDING = (
 )  # fmt: skip
 
 
-def refuse_if(stands: bool, message: str):
-    if stands:
-        raise ValueError(message)
-
-
 def check_inputs(input_ids, inputs_embeds) -> torch.Tensor:
     """Return input_ids or inputs_embeds, whichever is passed; refuse both, neither, or a wrong dimension."""
     if (input_ids is None) == (inputs_embeds is None):
@@ -54,12 +49,12 @@ def check_mask(mask, inputs: torch.Tensor, cached: int = 0):
 
 
 def check_computes_again(config, checkpoints_loops: bool):
-    refuse_if(
-        checkpoints_loops and config.shares_keys,
-        "checkpoints_loops computes a loop again by itself, but here loops read keys of others (key_value_interval="
-        f"{config.key_value_interval}, num_key_value_loops={config.num_key_value_loops}): use "
-        "gradient_checkpointing_enable() alone, which computes blocks again",
-    )
+    if checkpoints_loops and config.shares_keys:
+        raise ValueError(
+            "checkpoints_loops computes a loop again by itself, but here loops read keys of others "
+            f"(key_value_interval={config.key_value_interval}, num_key_value_loops={config.num_key_value_loops}): use "
+            "gradient_checkpointing_enable() alone, which computes blocks again"
+        )
 
 
 def check_hooks_of_weights(blocks: list):
@@ -69,13 +64,13 @@ def check_hooks_of_weights(blocks: list):
     seen = set()
     for block in filter(is_reentrant, blocks):
         hooked = {weight for weight in block.parameters() if weight._post_accumulate_grad_hooks}
-        refuse_if(
-            not hooked.isdisjoint(seen),
-            "use_reentrant=True computes the gradient of a block that runs several times in several parts, and hooks "
-            "on its weights (register_post_accumulate_grad_hook), such as the step of an optimizer within backward "
-            "(optim='galore_adamw_layerwise' and its like), would run after each of them: pass "
-            'gradient_checkpointing_kwargs={"use_reentrant": False}',
-        )
+        if not hooked.isdisjoint(seen):
+            raise ValueError(
+                "use_reentrant=True computes the gradient of a block that runs several times in several parts, and "
+                "hooks on its weights (register_post_accumulate_grad_hook), such as the step of an optimizer within "
+                "backward (optim='galore_adamw_layerwise' and its like), would run after each of them: pass "
+                'gradient_checkpointing_kwargs={"use_reentrant": False}'
+            )
         seen |= hooked
 
 
@@ -90,11 +85,11 @@ def leave_out_cache(cache):
     """Refuse a filled cache, warn that an empty one is unused: a pass that recomputes blocks would fill it twice."""
     if cache is None:
         return
-    refuse_if(
-        cache.get_seq_length() > 0,
-        "gradient checkpointing computes blocks again and goes without a cache, but the one that is given holds what "
-        "the pass must see, as that of prefix tuning does: turn gradient checkpointing off",
-    )
+    if cache.get_seq_length() > 0:
+        raise ValueError(
+            "gradient checkpointing computes blocks again and goes without a cache, but the one that is given holds "
+            "what the pass must see, as that of prefix tuning does: turn gradient checkpointing off"
+        )
     logger.warning_once("With gradient checkpointing a pass has no cache: the empty one is left out.")
 
 
@@ -122,11 +117,11 @@ def check_layers(config, prelude, core, coda):
     """Refuse numbers of layers that differ from the config: caches have a slot for each layer of the config."""
     for name, blocks in (("prelude", prelude), ("core", core), ("coda", coda)):
         counted = getattr(config, f"num_{name}_layers")
-        refuse_if(
-            len(blocks) != counted,
-            f"this model has {len(blocks)} layers in its {name}, but config.num_{name}_layers={counted}: set that to "
-            f"{len(blocks)} too where layers were added or taken away",
-        )
+        if len(blocks) != counted:
+            raise ValueError(
+                f"this model has {len(blocks)} layers in its {name}, but config.num_{name}_layers={counted}: set that "
+                f"to {len(blocks)} too where layers were added or taken away"
+            )
 
 
 def check_serves_deeper_loops(site, slot: int, loop: int):
@@ -222,8 +217,8 @@ def check_pass(
         )
     selected = recorded(config, options)["output_hidden_states"]
     num_blocks = config.num_prelude_layers + config.num_core_layers * plan.max_depth + config.num_coda_layers
-    refuse_if(
-        isinstance(selected, (list, tuple)) and num_blocks != config.num_hidden_layers,
-        f"output_hidden_states={selected} selects from num_hidden_layers={config.num_hidden_layers} layers, but this "
-        f"pass runs {num_blocks}: pass True, and select from what is returned",
-    )
+    if isinstance(selected, (list, tuple)) and num_blocks != config.num_hidden_layers:
+        raise ValueError(
+            f"output_hidden_states={selected} selects from num_hidden_layers={config.num_hidden_layers} layers, but "
+            f"this pass runs {num_blocks}: pass True, and select from what is returned"
+        )

@@ -5,7 +5,6 @@ import sys
 import torch
 from transformers.utils import logging
 
-from .checks import refuse_if
 from .compatibility import look_up
 
 
@@ -66,11 +65,11 @@ def gives_rows_adapters(model: torch.nn.Module) -> bool:
 
 
 def refuse_adapters_of_rows(model: torch.nn.Module):
-    refuse_if(
-        gives_rows_adapters(model),
-        f"{ADAPTERS_OF_ROWS} follow the places of rows in the batch, which rows of different depths and exits change: "
-        "run the rows of each adapter by themselves, or all rows at one depth",
-    )
+    if gives_rows_adapters(model):
+        raise ValueError(
+            f"{ADAPTERS_OF_ROWS} follow the places of rows in the batch, which rows of different depths and exits "
+            "change: run the rows of each adapter by themselves, or all rows at one depth"
+        )
 
 
 def has_prefix(model) -> bool:

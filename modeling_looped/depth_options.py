@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 import torch
 
 from .cache import LoopedCache, loops_with_slots, sharing_of
-from .checks import check_starts_from_noise, refuse_if
+from .checks import check_starts_from_noise
 from .depth import check_count, check_depths, numpy_as_python
 from .exit_criteria import ExitRule, ExitSelection
 
@@ -109,11 +109,11 @@ class DepthOptions:
             selection=self.exit_selection,
             read_interval=self.exit_read_interval,
         ).checked(model_config, depth)
-        refuse_if(
-            self.runs_all_loops and self.prompt_loops is not None,
-            f"prompt_loops={self.prompt_loops} says where the loops of the prompt end, but with "
-            f"exit_selection={self.exit_selection!r} all run: leave one out",
-        )
+        if self.runs_all_loops and self.prompt_loops is not None:
+            raise ValueError(
+                f"prompt_loops={self.prompt_loops} says where the loops of the prompt end, but with "
+                f"exit_selection={self.exit_selection!r} all run: leave one out"
+            )
         if self.prompt_loops is not None and check_count("prompt_loops", self.prompt_loops) > depth:
             raise ValueError(f"prompt_loops={self.prompt_loops} must be between 1 and num_loops={depth}")
         return rule
@@ -131,81 +131,86 @@ class DepthOptions:
                 raise ValueError(
                     f"exit_selection='weighted' reads out every loop and has no use for {', '.join(unread)}: leave out"
                 )
-        refuse_if(
-            self.cache_dtype not in (None, "int8"),
-            f"cache_dtype={self.cache_dtype!r} is not known: choose 'int8', or leave it out for the model's own",
-        )
+        if self.cache_dtype not in (None, "int8"):
+            raise ValueError(
+                f"cache_dtype={self.cache_dtype!r} is not known: choose 'int8', or leave it out for the model's own"
+            )
         if self.draft_loops is not None:
             self.check_draft(model_config, has_depths)
         else:
             reason = f"draft_tokens={self.draft_tokens} without draft_loops: say at how many loops to draft"
-            refuse_if(asked.get("draft_tokens") is not None, reason)
+            if asked.get("draft_tokens") is not None:
+                raise ValueError(reason)
         if not isinstance(self.warm_start, bool):
             raise TypeError(f"warm_start must be True or False, got {self.warm_start!r}")
-        refuse_if(
-            self.runs_all_loops and self.changes_decoding,
-            f"exit_selection={self.exit_selection!r} goes with plain decoding, and not with "
-            f"{self.change_of_decoding}: leave one out",
-        )
+        if self.runs_all_loops and self.changes_decoding:
+            raise ValueError(
+                f"exit_selection={self.exit_selection!r} goes with plain decoding, and not with "
+                f"{self.change_of_decoding}: leave one out"
+            )
         if self.state_seed is not None:
             self.check_state_seed(model_config)
         if self.warm_start:
-            refuse_if(self.draft_loops is not None, "warm_start cannot be drafted: leave out draft_loops")
-            refuse_if(has_depths, "warm_start needs one num_loops for all rows")
+            if self.draft_loops is not None:
+                raise ValueError("warm_start cannot be drafted: leave out draft_loops")
+            if has_depths:
+                raise ValueError("warm_start needs one num_loops for all rows")
             reason = "warm_start needs a state that does not begin as the input: this model has state_init='embedding'"
-            refuse_if(model_config.state_init == "embedding", reason)
+            if model_config.state_init == "embedding":
+                raise ValueError(reason)
 
     def check_state_seed(self, model_config):
         if isinstance(self.state_seed, bool) or not isinstance(self.state_seed, int):
             raise TypeError(f"state_seed must be an integer, got {self.state_seed!r}")
         check_starts_from_noise(model_config)
-        refuse_if(
-            self.changes_decoding,
-            f"state_seed={self.state_seed} goes with plain decoding, and not with exits that stop loops, "
-            "draft_loops, warm_start or cache_dtype: leave one out",
-        )
+        if self.changes_decoding:
+            raise ValueError(
+                f"state_seed={self.state_seed} goes with plain decoding, and not with exits that stop loops, "
+                "draft_loops, warm_start or cache_dtype: leave one out"
+            )
 
     def check_draft(self, model_config, has_depths: bool):
         draft_loops, depth = self.draft_loops, self.deepest(model_config)
         least = 1 if draft_loops == "auto" else check_count("draft_loops", draft_loops)
         if self.draft_tokens is not None:
             check_count("draft_tokens", self.draft_tokens)
-        refuse_if(
-            least >= depth,
-            f"draft_loops={draft_loops} must be below num_loops={depth}, or a draft costs a full run: lower it, or "
-            "pass draft_loops=None",
-        )
-        refuse_if(has_depths, "draft_loops needs one num_loops for all rows")
-        refuse_if(
-            self.exit_criterion is not None,
-            f"draft_loops={draft_loops} gives the output of full depth and exit_criterion={self.exit_criterion!r} "
-            "that of early exits: pass one of the two as None",
-        )
-        refuse_if(
-            model_config.reads_run_depth is not None,
-            f"with {model_config.reads_run_depth} the first loops of a deep run are not a shallow run, so it cannot "
-            "be drafted",
-        )
+        if least >= depth:
+            raise ValueError(
+                f"draft_loops={draft_loops} must be below num_loops={depth}, or a draft costs a full run: lower it, "
+                "or pass draft_loops=None"
+            )
+        if has_depths:
+            raise ValueError("draft_loops needs one num_loops for all rows")
+        if self.exit_criterion is not None:
+            raise ValueError(
+                f"draft_loops={draft_loops} gives the output of full depth and exit_criterion={self.exit_criterion!r} "
+                "that of early exits: pass one of the two as None"
+            )
+        if model_config.reads_run_depth is not None:
+            raise ValueError(
+                f"with {model_config.reads_run_depth} the first loops of a deep run are not a shallow run, so it "
+                "cannot be drafted"
+            )
 
     def check_cache(self, model_config, cache, config):
         """Refuse caches that these options exclude, and options that shared slots exclude. cache: the one that was
         passed, or None; config: the generation config."""
-        refuse_if(
-            self.runs_all_loops and model_config.num_coda_layers > 0 and config.use_cache is not False,
-            f"exit_selection={self.exit_selection!r} runs the {model_config.num_coda_layers} layers of the coda after "
-            "every loop, for which a cache has no room: pass use_cache=False, or exit_selection='stop'",
-        )
+        if self.runs_all_loops and model_config.num_coda_layers > 0 and config.use_cache is not False:
+            raise ValueError(
+                f"exit_selection={self.exit_selection!r} runs the {model_config.num_coda_layers} layers of the coda "
+                "after every loop, for which a cache has no room: pass use_cache=False, or exit_selection='stop'"
+            )
         sharing = sharing_of(cache) if self.cache_sharing == "none" else self.cache_sharing
         is_shared = loops_with_slots(sharing) is not None
         asked = [f"cache_sharing={sharing!r}"] * is_shared + [f"cache_dtype={self.cache_dtype!r}"] * self.is_int8
         if not asked:
             return
         reads_late = self.exit_read_interval > 1 and self.exit_criterion is not None and not self.runs_all_loops
-        refuse_if(
-            is_shared and reads_late,
-            f"with exit_read_interval={self.exit_read_interval} tokens run past their exits and would overwrite keys "
-            f"that cache_sharing={sharing!r} shares between loops: leave one out",
-        )
+        if is_shared and reads_late:
+            raise ValueError(
+                f"with exit_read_interval={self.exit_read_interval} tokens run past their exits and would overwrite "
+                f"keys that cache_sharing={sharing!r} shares between loops: leave one out"
+            )
         is_another = sharing_of(cache) != sharing or (self.is_int8 and not isinstance(cache, LoopedCache))
         contradictions = {
             "a cache": cache is not None and is_another,
@@ -213,7 +218,8 @@ class DepthOptions:
             "use_cache=False": config.use_cache is False,
         }
         for name, stands in contradictions.items():
-            refuse_if(stands, f"{' and '.join(asked)} makes its own cache, which {name} contradicts: leave one out")
+            if stands:
+                raise ValueError(f"{' and '.join(asked)} makes its own cache, which {name} contradicts: leave one out")
         if self.draft_loops is not None and is_shared:
             refuse_sharing(sharing, f"draft_loops={self.draft_loops}")
 
@@ -264,8 +270,8 @@ def depth_argument(num_loops) -> int | torch.Tensor:
 
 
 def refuse_sharing(sharing: str, mode: str):
-    refuse_if(
-        sharing != "none",
-        f"with cache_sharing={sharing!r} the result depends on which tokens run in one pass, and {mode} changes that: "
-        "use one of the two",
-    )
+    if sharing != "none":
+        raise ValueError(
+            f"with cache_sharing={sharing!r} the result depends on which tokens run in one pass, and {mode} changes "
+            "that: use one of the two"
+        )

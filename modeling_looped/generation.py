@@ -22,7 +22,7 @@ from transformers.generation import (
 from transformers.utils import logging
 
 from .cache import LoopedCache, sharing_of
-from .checks import check_mask, check_softcap, refuse_if
+from .checks import check_mask, check_softcap
 from .clients import ADAPTERS_OF_ROWS, has_prefix, warn_of_another_policy
 from .compatibility import CACHE, one_cache
 from .continuous import decode_continuously
@@ -129,10 +129,10 @@ class LoopedGenerationMixin(Generative):
                 "generate does not take initial_state, which has none for new tokens: pass state_seed, which draws "
                 "that of every position, or call the model"
             )
-        refuse_if(
-            arguments.get("exit_rule") is not None,
-            "generate does not take exit_rule, but its parts: pass exit_criterion, exit_threshold and so on",
-        )
+        if arguments.get("exit_rule") is not None:
+            raise ValueError(
+                "generate does not take exit_rule, but its parts: pass exit_criterion, exit_threshold and so on"
+            )
         for config in (self.generation_config, passed_config):
             if config is not None:
                 # without a generation_config.json it is made from config.json, and has the model's fields too
@@ -202,15 +202,15 @@ class LoopedGenerationMixin(Generative):
                 "loop: pass draft_loops=k to draft with the first k loops"
             )
         options.check_cache(self.config, model_kwargs.get(CACHE), config)
-        refuse_if(
-            not config.use_cache and has_prefix(self),
-            "use_cache=False does not go with prefix tuning, whose virtual tokens come in a cache: leave it out",
-        )
-        refuse_if(
-            options.cache_sharing != "none" and has_prefix(self),
-            f"cache_sharing={options.cache_sharing!r} does not go with prefix tuning, whose virtual tokens come in a "
-            "cache of their own: leave it out",
-        )
+        if not config.use_cache and has_prefix(self):
+            raise ValueError(
+                "use_cache=False does not go with prefix tuning, whose virtual tokens come in a cache: leave it out"
+            )
+        if options.cache_sharing != "none" and has_prefix(self):
+            raise ValueError(
+                f"cache_sharing={options.cache_sharing!r} does not go with prefix tuning, whose virtual tokens come "
+                "in a cache of their own: leave it out"
+            )
         if torch.is_tensor(options.num_loops) or rule is not None or options.changes_decoding:
             config.disable_compile = True  # static caches turn compilation on, but which rows run depends on data
         return config, model_kwargs
@@ -348,11 +348,11 @@ class LoopedGenerationMixin(Generative):
         for `max_rows` and `max_tokens`. The results then have `token_loops`, and where all prompts fail by the same
         error, it is raised.
         """
-        refuse_if(
-            kwargs.get("adapter_names") is not None,
-            f"{ADAPTERS_OF_ROWS} follow the places of rows in the batch, which generate_batch changes: run the rows "
-            "of each adapter by themselves, or take generate at one depth",
-        )
+        if kwargs.get("adapter_names") is not None:
+            raise ValueError(
+                f"{ADAPTERS_OF_ROWS} follow the places of rows in the batch, which generate_batch changes: run the "
+                "rows of each adapter by themselves, or take generate at one depth"
+            )
         inputs = read_prompts(inputs)
         of_batches = {*signature(super().generate_batch).parameters}
         self._check_names({name: value for name, value in kwargs.items() if name not in of_batches}, generation_config)

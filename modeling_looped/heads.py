@@ -5,7 +5,6 @@ from typing import Any
 
 from torch import nn
 
-from .checks import refuse_if
 from .compatibility import class_or_missing
 from .configuration_looped import LoopedConfig
 from .modeling_looped import LoopedModel, LoopedPreTrainedModel
@@ -35,7 +34,8 @@ def without_states_of_loops(head: type):
     @functools.wraps(head.forward)
     def forward(self, *args, **kwargs):
         asked = [name for name in ("output_loop_hidden_states", "output_loop_readout_states") if kwargs.get(name)]
-        refuse_if(bool(asked), f"{type(self).__name__} does not return {', '.join(asked)}: ask its `model` for that")
+        if asked:
+            raise ValueError(f"{type(self).__name__} does not return {', '.join(asked)}: ask its `model` for that")
         return head.forward(self, *args, **kwargs)
 
     return forward

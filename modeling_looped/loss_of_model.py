@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .checks import refuse_if
 from .cross_entropy import IGNORE_INDEX, Head, shift, unshift
 from .depth import depth_tensor
 from .evaluating import evaluating
@@ -50,13 +49,13 @@ class LoopedLossMixin:
         """Return the loss and, without gradients, the cross-entropies after every loop (or None): means, per token."""
         if not every_loop and self._has_plain_loss(logits, labels.tokens):
             return self._plain_loss(logits, labels), None, None
-        refuse_if(
-            hasattr(self, "_loss_function"),
-            f"a loss_function was set, which reads logits, but the loss of this pass (loop_loss="
-            f"{self.config.loop_loss!r}, losses of states: {self.config.state_losses}) is made without them: use "
-            "loop_loss='terminal' without losses of states, with the logits of all positions and no "
-            "output_loop_losses, or compute your loss from output_loop_logits=True outside of the model",
-        )
+        if hasattr(self, "_loss_function"):
+            raise ValueError(
+                f"a loss_function was set, which reads logits, but the loss of this pass (loop_loss="
+                f"{self.config.loop_loss!r}, losses of states: {self.config.state_losses}) is made without them: use "
+                "loop_loss='terminal' without losses of states, with the logits of all positions and no "
+                "output_loop_losses, or compute your loss from output_loop_logits=True outside of the model"
+            )
         if self.config.loop_loss != "exit_weighted_logits":
             loss, losses, token_losses = self._loop_loss(outputs, gates, depths, labels, every_loop=every_loop)
             return loss, losses, token_losses if every_loop else None

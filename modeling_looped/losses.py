@@ -20,7 +20,6 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from .checks import refuse_if
 from .cross_entropy import IGNORE_INDEX, Head, is_traced, weighted_cross_entropy
 from .depth import deepest, depth_per_row, depth_tensor
 from .losses_of_states import LoopStates, loss_of_states
@@ -137,10 +136,10 @@ def targets_of(labels: Labels, depths: int | list[int], device: torch.device, dt
 
 def check_positions(positions: np.ndarray, labels: torch.Tensor):
     counted = int((labels != IGNORE_INDEX).sum())
-    refuse_if(
-        len(positions) != counted,
-        f"loss_positions has {len(positions)} positions, but {counted} have a label: pass all of them, or None",
-    )
+    if len(positions) != counted:
+        raise ValueError(
+            f"loss_positions has {len(positions)} positions, but {counted} have a label: pass all of them, or None"
+        )
 
 
 def active_loops(targets: Targets, num_loops: int, only_last_third: bool) -> torch.Tensor:

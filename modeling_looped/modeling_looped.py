@@ -42,7 +42,6 @@ from .checks import (
     check_starts_from_noise,
     is_recorded,
     leave_out_cache,
-    refuse_if,
     why_no_cache,
 )
 from .clients import (
@@ -509,12 +508,12 @@ class LoopedModel(LoopedPreTrainedModel):
 
     def initial_state(self, embedded, given: torch.Tensor | None):
         if given is not None:
-            refuse_if(
-                self.looks_at_first and self.config.state_init != "normal",
-                "this model runs its first loop otherwise than later ones (injection="
-                f"{self.config.injection!r}, loop_change_gate={self.config.loop_change_gate}), so it begins from the "
-                f"state that state_init={self.config.state_init!r} says alone: leave out initial_state",
-            )
+            if self.looks_at_first and self.config.state_init != "normal":
+                raise ValueError(
+                    "this model runs its first loop otherwise than later ones (injection="
+                    f"{self.config.injection!r}, loop_change_gate={self.config.loop_change_gate}), so it begins from "
+                    f"the state that state_init={self.config.state_init!r} says alone: leave out initial_state"
+                )
             return given.to(embedded)
         if self.config.state_init == "embedding":
             return embedded

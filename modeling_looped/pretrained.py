@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from transformers.modeling_utils import PreTrainedModel
 
-from .checks import FIELDS_OF_BUILDING, check_softcap, refuse_if, warn_of_changes
+from .checks import FIELDS_OF_BUILDING, check_softcap, warn_of_changes
 from .clients import register_with_peft, register_with_trainer
 from .configuration_looped import LoopedConfig
 from .initialization import init_module
@@ -49,11 +49,11 @@ class LoopedPreTrainedModel(StrictLoadingMixin, PreTrainedModel):
         return super()._sdpa_can_dispatch(*args, **kwargs)
 
     def set_use_kernels(self, use_kernels, *args, **kwargs):
-        refuse_if(
-            use_kernels,
-            f"use_kernels={use_kernels} replaces layers that the kernels hub knows by name, of which this model has "
-            "none: leave it out (for attention, attn_implementation takes a kernel)",
-        )
+        if use_kernels:
+            raise ValueError(
+                f"use_kernels={use_kernels} replaces layers that the kernels hub knows by name, of which this model "
+                "has none: leave it out (for attention, attn_implementation takes a kernel)"
+            )
         super().set_use_kernels(use_kernels, *args, **kwargs)
 
     def save_pretrained(self, *args, **kwargs):

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .cache import LoopedCache, sharing_of
-from .checks import check_length, refuse_if
+from .checks import check_length
 from .clients import ADAPTERS_OF_ROWS, gives_rows_adapters
 from .compatibility import CACHE, look_up, named_cache
 from .depth import check_depths
@@ -252,11 +252,11 @@ class RowEngine:
         of_mask = getattr(self.config, "_mask_length", None) or 0 if mask is None else mask.shape[1]
         length = max(input_ids.shape[1], of_mask)
         held = int(outputs.cache.get_seq_length())
-        refuse_if(
-            held != length,
-            f"the cache holds {held} tokens of a prompt of {length}: virtual tokens, as prefix and prompt tuning put "
-            "before it, go with plain decoding: leave out exits, draft_loops and warm_start",
-        )
+        if held != length:
+            raise ValueError(
+                f"the cache holds {held} tokens of a prompt of {length}: virtual tokens, as prefix and prompt tuning "
+                "put before it, go with plain decoding: leave out exits, draft_loops and warm_start"
+            )
         return outputs
 
     def last_places(self, rows: list[int]) -> list[int]:

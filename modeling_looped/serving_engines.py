@@ -2,7 +2,7 @@
 
 from transformers import GenerationConfig
 
-from .checks import check_softcap, refuse_if
+from .checks import check_softcap
 from .compatibility import look_up
 from .depth_options import DEPTH_FIELDS, listed
 
@@ -17,11 +17,11 @@ def check_for_engine(config):
             check_saved_depth(config, served.try_get_generation_config(), "--hf-overrides")
     elif engine == "sglang":  # SGLang itself refuses pipeline stages
         check_softcap(config.attention_softcap, engine)
-        refuse_if(
-            config.has_windows,
-            f"sliding_window={config.sliding_window}: SGLang's backend for transformers' models lets a token see one "
-            "token more than that: use vLLM or `looped serve`",
-        )
+        if config.has_windows:
+            raise ValueError(
+                f"sliding_window={config.sliding_window}: SGLang's backend for transformers' models lets a token see "
+                "one token more than that: use vLLM or `looped serve`"
+            )
         parallel = look_up("sglang.srt.runtime_context", "get_parallel")
         check_parallelism(config, parallel().tp_size if parallel else 1)
         check_saved_depth(config, saved_generation_config(config), "--json-model-override-args")
@@ -35,11 +35,11 @@ def saved_generation_config(config) -> dict:
 
 
 def check_parallelism(config, ranks: int, stages: int = 1):
-    refuse_if(
-        stages > 1,
-        f"pipeline_parallel_size={stages}: every loop runs through all core layers, so a looped model has no stages "
-        "that tokens pass once: use tensor_parallel_size",
-    )
+    if stages > 1:
+        raise ValueError(
+            f"pipeline_parallel_size={stages}: every loop runs through all core layers, so a looped model has no "
+            "stages that tokens pass once: use tensor_parallel_size"
+        )
     if config.core_num_attention_heads not in (None, config.num_attention_heads):
         raise ValueError(
             f"engines have one number of heads for all layers, but core_num_attention_heads="
@@ -47,15 +47,15 @@ def check_parallelism(config, ranks: int, stages: int = 1):
         )
     whole = {"qk_norm": config.qk_norm == "all_heads", "loop_lora_rank": config.loop_lora_rank is not None}
     for name, stands in whole.items():
-        refuse_if(
-            ranks > 1 and stands,
-            f"tensor_parallel_size={ranks}: {name}={getattr(config, name)!r} needs all heads of a layer on one rank: "
-            "leave it at 1",
+        if ranks > 1 and stands:
+            raise ValueError(
+                f"tensor_parallel_size={ranks}: {name}={getattr(config, name)!r} needs all heads of a layer on one "
+                "rank: leave it at 1"
+            )
+    if config.num_key_value_heads % ranks != 0:
+        raise ValueError(
+            f"tensor_parallel_size={ranks} does not divide num_key_value_heads={config.num_key_value_heads}"
         )
-    refuse_if(
-        config.num_key_value_heads % ranks != 0,
-        f"tensor_parallel_size={ranks} does not divide num_key_value_heads={config.num_key_value_heads}",
-    )
 
 
 def check_saved_depth(config, saved: dict, override: str):

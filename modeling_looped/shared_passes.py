@@ -26,7 +26,6 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
-from .checks import refuse_if
 from .continuous import ContinuousDecoder, tick
 from .cpu import decoding, multiplying_as_in
 from .depth import check_count
@@ -186,15 +185,15 @@ class SharedPasses:
 
     def check_size(self, rows: int, tokens: int):
         """Refuse a call that will never find room."""
-        refuse_if(
-            rows > self.max_rows,
-            f"{rows} sequences in one call are more than max_rows={self.max_rows}: pass fewer at a time",
-        )
-        refuse_if(
-            self.max_tokens is not None and tokens > self.max_tokens,
-            f"a request of {tokens} tokens, prompt and new ones, is more than max_tokens={self.max_tokens}: pass a "
-            "shorter prompt or a smaller max_new_tokens",
-        )
+        if rows > self.max_rows:
+            raise ValueError(
+                f"{rows} sequences in one call are more than max_rows={self.max_rows}: pass fewer at a time"
+            )
+        if self.max_tokens is not None and tokens > self.max_tokens:
+            raise ValueError(
+                f"a request of {tokens} tokens, prompt and new ones, is more than max_tokens={self.max_tokens}: pass "
+                "a shorter prompt or a smaller max_new_tokens"
+            )
 
     @contextmanager
     def room(self, rows: int, tokens: int):
@@ -270,14 +269,17 @@ def generate_together(model, inputs, generation_config, fields: dict, max_rows: 
         raise ValueError(f"{', '.join(inputs_of_pass)}: leave out, since generate_batch makes each prompt's inputs")
     settings_of_all = {**(generation_config or model.generation_config).to_dict(), **kwargs}
     count = settings_of_all.get("num_return_sequences") or 1
-    refuse_if(count > 1, f"num_return_sequences={count}: batches give one answer to each prompt, so pass it so often")
+    if count > 1:
+        raise ValueError(f"num_return_sequences={count}: batches give one answer to each prompt, so pass it so often")
     fields = {name: as_python(value) for name, value in fields.items()}
     lists = {name: list(value) for name, value in fields.items() if isinstance(value, (list, tuple))}
     for name, values in lists.items():
         reason = f"{name} has {len(values)} values for {len(inputs)} prompts: pass one value, or one per prompt"
-        refuse_if(len(values) != len(inputs), reason)
+        if len(values) != len(inputs):
+            raise ValueError(reason)
         reason = f"{name}={reprlib.repr(values)} holds lists: pass one value, or one per prompt"
-        refuse_if(any(isinstance(value, (list, tuple)) for value in values), reason)
+        if any(isinstance(value, (list, tuple)) for value in values):
+            raise ValueError(reason)
 
     def fields_of(i: int) -> dict:
         return {**fields, **{name: values[i] for name, values in lists.items()}}

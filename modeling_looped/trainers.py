@@ -17,7 +17,7 @@ from typing import Any, Literal
 from torch import nn
 from transformers import Trainer
 
-from .checks import check_inputs, refuse_if
+from .checks import check_inputs
 from .depth import check_depths
 from .loop_parameters import count_in_a_loop
 from .modeling_looped import LoopedModel
@@ -42,11 +42,11 @@ class DrawnDepths:
     def of_step(self, model, seed: int, step: int, rows: list[int], length: int, device) -> dict[str, Any]:
         """Return arguments for `forward`. rows: numbers of the rows in the step."""
         mean = model.config.num_loops if self.mean is None else self.mean
-        refuse_if(
-            self.maximum is not None and self.maximum < mean,
-            f"maximum={self.maximum} is below the mean depth {mean}, so that most depths would be the maximum: raise "
-            "it, or leave it out",
-        )
+        if self.maximum is not None and self.maximum < mean:
+            raise ValueError(
+                f"maximum={self.maximum} is below the mean depth {mean}, so that most depths would be the maximum: "
+                "raise it, or leave it out"
+            )
         drawn = depths_of_step(
             self.sampler, mean, seed, step, rows, self.per, self.backprop_loops, self.split, self.maximum
         )
@@ -66,42 +66,43 @@ class OwnLoss:
         super().__init_subclass__(**kwargs)
         owner = next(base for base in cls.__mro__ if "compute_loss" in vars(base))
         bases = sorted(cls.__bases__, key=lambda base: not issubclass(base, OwnLoss))
-        refuse_if(
-            issubclass(owner, Trainer) and not issubclass(owner, OwnLoss),
-            f"{cls.__name__} would train the loss of {owner.__name__}, which stands before OwnLoss: write "
-            f"class {cls.__name__}({', '.join(base.__name__ for base in bases)})",
-        )
+        if issubclass(owner, Trainer) and not issubclass(owner, OwnLoss):
+            raise ValueError(
+                f"{cls.__name__} would train the loss of {owner.__name__}, which stands before OwnLoss: write "
+                f"class {cls.__name__}({', '.join(base.__name__ for base in bases)})"
+            )
 
     def compute_loss(self, model, inputs, return_outputs: bool = False, num_items_in_batch=None):
         assert isinstance(self, Trainer)  # this class is mixed into one
-        refuse_if(
-            self.label_smoother is not None,
-            f"label_smoothing_factor={self.args.label_smoothing_factor} smooths the last loop's logits and would "
-            "replace the model's own loss: set it to 0",
-        )
-        refuse_if(
-            self.args.use_liger_kernel,
-            "use_liger_kernel=True replaces layers of the families that Liger knows, which looped models are not: "
-            "leave it out",
-        )
+        if self.label_smoother is not None:
+            raise ValueError(
+                f"label_smoothing_factor={self.args.label_smoothing_factor} smooths the last loop's logits and would "
+                "replace the model's own loss: set it to 0"
+            )
+        if self.args.use_liger_kernel:
+            raise ValueError(
+                "use_liger_kernel=True replaces layers of the families that Liger knows, which looped models are not: "
+                "leave it out"
+            )
         loss_type = getattr(self.args, "loss_type", "nll")
         others = [cls.__name__ for cls in type(self).__mro__ if has_loss_of_trl(cls) and cls.__name__ != "SFTTrainer"]
         if loss_type != "nll" and "SFTConfig" not in [cls.__name__ for cls in type(self.args).__mro__]:
             others.append(type(self).__name__)
-        refuse_if(
-            bool(others),
-            f"OwnLoss is for a Trainer and for TRL's SFTTrainer; {others and others[0]} computes a loss of its own: "
-            "take it as it is",
-        )
-        refuse_if(
-            loss_type != "nll",
-            f"loss_type={loss_type!r} would be replaced by the model's own loss: leave it out, or take the trainer "
-            "without OwnLoss",
-        )
-        refuse_if(
-            self.compute_loss_func is not None,
-            "compute_loss_func would replace the model's own loss: leave it out, or take the trainer without OwnLoss",
-        )
+        if others:
+            raise ValueError(
+                f"OwnLoss is for a Trainer and for TRL's SFTTrainer; {others[0]} computes a loss of its "
+                "own: take it as it is"
+            )
+        if loss_type != "nll":
+            raise ValueError(
+                f"loss_type={loss_type!r} would be replaced by the model's own loss: leave it out, or take the "
+                "trainer without OwnLoss"
+            )
+        if self.compute_loss_func is not None:
+            raise ValueError(
+                "compute_loss_func would replace the model's own loss: leave it out, or take the trainer without "
+                "OwnLoss"
+            )
         inputs = {**inputs, "use_cache": False}
         if self.depths is not None and model.training:
             inputs |= self._drawn(model, inputs)
@@ -129,10 +130,8 @@ class OwnLoss:
 
     def _drawn(self: Any, model, inputs: dict) -> dict[str, Any]:
         """Draw by seed, step and row numbers, so that a resumed run draws the same as an uninterrupted one."""
-        refuse_if(
-            not hasattr(self.depths, "of_step"),
-            f"depths={self.depths!r} must be DrawnDepths, such as DrawnDepths(mean=4), or None",
-        )
+        if not hasattr(self.depths, "of_step"):
+            raise ValueError(f"depths={self.depths!r} must be DrawnDepths, such as DrawnDepths(mean=4), or None")
         step, given = self.state.global_step, check_inputs(inputs.get("input_ids"), inputs.get("inputs_embeds"))
         before = self._place[1] if self._place[0] == step else 0
         self._place = step, before + self.args.world_size * len(given)
@@ -140,12 +139,13 @@ class OwnLoss:
         rows = list(range(first, first + len(given)))
         plain = self.accelerator.unwrap_model(model)
         method = getattr(plain, "active_peft_config", None)
-        refuse_if(
-            getattr(method, "is_prompt_learning", False)
-            and (getattr(method, "peft_type", None) == "PREFIX_TUNING" or plain.config.state_init == "normal"),
-            f"{type(method).__name__} does not go with DrawnDepths here: virtual tokens have no noise to start from, "
-            "and a prefix has the depth that it was made at: use LoRA and its like, or leave out `depths`",
-        )
+        if getattr(method, "is_prompt_learning", False) and (
+            getattr(method, "peft_type", None) == "PREFIX_TUNING" or plain.config.state_init == "normal"
+        ):
+            raise ValueError(
+                f"{type(method).__name__} does not go with DrawnDepths here: virtual tokens have no noise to start "
+                "from, and a prefix has the depth that it was made at: use LoRA and its like, or leave out `depths`"
+            )
         return self.depths.of_step(plain, self.args.seed, step, rows, given.shape[1], given.device)
 
 
