@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from looped_eval.common.hooks import trace
-from looped_eval.diagnose import growth, sentences, transfer
+from looped_eval.diagnose import figures, growth, sentences, transfer
 from looped_recipes.common.measures import increment_products, power_law
 from modeling_looped import LoopedConfig, LoopedForCausalLM
 from tests.helpers import random_ids, tiny_config, tiny_model
@@ -91,6 +91,50 @@ def test_unshared_stack_has_the_rule_of_its_depth():
             theorem_config(**fields), loops=[1, 2, 3], rules=["none"], seeds=1, steps=0, num_tokens=8
         )
         assert "unshared" not in result and next(iter(fields)) in result["no_unshared"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"inter_loop_norm": "own"},
+        {"loop_damping": True},
+        {"loop_change_gate": True},
+        {"injection": "add", "state_init": "zeros"},
+        {"loop_embedding": "sinusoidal"},
+        {"block_norm": "residual_sandwich"},
+        {"init_scheme": "zero_output"},
+        {"init_scheme": "takase"},
+    ],
+    ids=str,
+)
+def test_no_theory_where_a_loop_does_more_than_add(fields):
+    name, value = next(iter(fields.items()))
+    assert f"{name}={value!r}: it needs" in growth.why_no_theory(theorem_config(**fields))
+
+
+def test_theory_is_given_only_where_its_premises_hold():
+    how = {"loops": [1, 2, 3], "rules": ["none"], "seeds": 1, "steps": 1, "num_tokens": 8}
+    for measure in (growth.residual_norm, growth.update_size):
+        plain, normed = (
+            measure(tiny_config(num_core_layers=1, **each), **how)
+            for each in ({"num_prelude_layers": 1, "num_coda_layers": 1}, {"inter_loop_norm": "own"})
+        )
+        said = [getattr(sentences, measure.__name__)(result) for result in (plain, normed)]
+        assert plain["looped"]["none"]["slope"]["theory"] == 1 and said[0].endswith("under no scaling (theory 1).")
+        assert normed["looped"]["none"]["slope"]["theory"] is None and "(theory" not in said[1]
+        assert said[1].endswith(" No theory for a model with inter_loop_norm='own': it needs 'none'.")
+    assert (plain["exponent_of_eta_eps_N"]["theory"], normed["exponent_of_eta_eps_N"]["theory"]) == (1, None)
+
+
+def test_a_power_of_n_is_said_with_its_error():
+    """By hand: logs base 2 of R are 0, 2, 2 at 0, 1, 2, which is a slope of 1 with an error of 0.58; or 0, 1.1, 2."""
+    for curve, words in (([1, 4, 4], "no power of N"), ([1, 2**1.1, 4], "N^1.00 ± 0.06")):
+        slope = growth.slopes([1, 2, 4], [curve], 1.0)
+        result = {"loops": [1, 2, 4], "looped": {"none": {"R": [curve], "update": [curve], "slope": slope}}}
+        assert f"goes as {words} under no scaling (theory 1)." in sentences.residual_norm(result)
+        assert f"goes as {words} under no scaling (theory 1)." in sentences.update_size(result)
+        assert figures.residual_norm(result)[0].title == f"no scaling, shared layers: {words}"
+        assert figures.update_size(result)[0].title == f"no scaling: {words}"
 
 
 def test_increments_of_a_linear_loop():

@@ -38,6 +38,21 @@ ARRANGED = {"looped": "shared layers", "unshared": "layers of their own", "model
 RULE_NAMES = {"none": "no scaling", "sqrt": "1/√N", "linear": "1/N", "factored": "1/(N√L)"}
 
 
+UNCLEAR = 0.25  # standard error of an exponent: half of what tells two theories apart
+
+
+def hundredths(value: float) -> str:
+    """Format a cosine or an exponent."""
+    return f"{round(value, 2) + 0.0:.2f}".replace("-", "−")
+
+
+def power_of_n(fit: dict) -> str:
+    """Return a fitted power of N with its standard error."""
+    if fit["slope"] is None or fit["standard_error"] > UNCLEAR:
+        return "no power of N"
+    return f"N^{hundredths(fit['slope'])} ± {fit['standard_error']:.2f}"
+
+
 def growth(curves: list, slope: dict, loops: list, title: str, y: str) -> Chart:
     """Draw a line for every step, and the theory's slope through the first value."""
     steps = [(f"step {i}", curve, ordered(i, len(curves))) for i, curve in enumerate(curves)]
@@ -46,8 +61,7 @@ def growth(curves: list, slope: dict, loops: list, title: str, y: str) -> Chart:
     if theory is not None and curves[0][0] is not None:
         line = [(n, curves[0][0] * (n / loops[0]) ** theory) for n in loops]
         lines = [Line(f"theory: N^{theory:g}", line, "c7", dashed=True)]
-    fitted = slope["first_step"]["slope"]
-    return powers(f"{title}{'' if fitted is None else f': N^{fitted:.2f}'}", "loops N", y, loops, steps, lines)
+    return powers(f"{title}: {power_of_n(slope['first_step'])}", "loops N", y, loops, steps, lines)
 
 
 def residual_norm(result: dict) -> list:

@@ -18,6 +18,13 @@ from looped_recipes.common.measures import increment_products, power_law, residu
 from modeling_looped import LoopedConfig, LoopedForCausalLM
 
 
+# loops that are all alike and only add to the state
+PLAIN_LOOPS = {"injection": ("none",), "inter_loop_norm": ("none",), "loop_damping": (False,)}
+PLAIN_LOOPS |= {"loop_change_gate": (False,), "loop_embedding": ("none",)}
+PLAIN_LOOPS |= {"loop_lora_rank": (None,), "loop_norms": (False,)}
+FOR_UNSHARED = {**PLAIN_LOOPS, "num_prelude_layers": (0,), "num_coda_layers": (0,), "value_embeddings": (False,)}
+# other schemes start branches at zero, or divide them by the depth
+FOR_THEORY = {**PLAIN_LOOPS, "block_norm": ("pre",), "init_scheme": ("normal", "torch")}
 RULES = ("none", "sqrt", "linear", "factored")
 LOOPS = (1, 2, 4, 8, 16, 32, 64)
 # exponents of N in theorems 1 to 3 and appendix 7.1; updates: eta eps N
@@ -41,16 +48,26 @@ def looped(config: LoopedConfig, num_loops: int, rule: str) -> LoopedConfig:
     return with_fields(config, num_loops=num_loops, residual_scaling=rule)
 
 
+def field_outside(config: LoopedConfig, wanted: dict[str, tuple]) -> str | None:
+    """Return the first field that has none of the wanted values, with its value and those, or None."""
+    for name, values in wanted.items():
+        if getattr(config, name) not in values:
+            return f"{name}={getattr(config, name)!r}: it needs {' or '.join(map(repr, values))}"
+    return None
+
+
 def why_not_unshared(config: LoopedConfig) -> str | None:
     """Return why this config has no unshared stack, or None. A stack of independent layers is a model of this family
     only if loops pass on nothing but the state."""
-    wanted = {"injection": "none", "inter_loop_norm": "none", "loop_damping": False, "loop_change_gate": False}
-    wanted |= {"num_prelude_layers": 0, "num_coda_layers": 0, "value_embeddings": False}
-    wanted |= {"loop_lora_rank": None, "loop_norms": False, "loop_embedding": "none"}
-    for name, value in wanted.items():
-        if getattr(config, name) != value:
-            return f"no unshared stack beside a model with {name}={getattr(config, name)!r}: it needs {value!r}"
-    return None
+    found = field_outside(config, FOR_UNSHARED)
+    return None if found is None else f"no unshared stack beside a model with {found}"
+
+
+def why_no_theory(config: LoopedConfig) -> str | None:
+    """Return why theorems 1 and 2 say nothing of this config, or None. In them each loop adds eps f(h) to the state,
+    with branches whose size does not depend on N."""
+    found = field_outside(config, FOR_THEORY)
+    return None if found is None else f"no theory for a model with {found}"
 
 
 def unshared(config: LoopedConfig, num_copies: int, rule: str) -> LoopedConfig:
@@ -177,13 +194,15 @@ def residual_norm(
     check_sweep(loops, rules, seeds, steps)
     loops, reason = sorted(loops), why_not_unshared(config)
     how = {"loops": loops, "steps": steps, "seeds": seeds, "lr": lr, "num_tokens": num_tokens}
-    result = dict(how)
+    no_theory = why_no_theory(config)
+    result = {**how, "no_theory": no_theory}
     for arrangement in ["looped"] if reason else ["looped", "unshared"]:
         theory, found = NORM_THEORY[arrangement], {}
         for rule in rules:
             if rule in theory:
                 curves = mean_curves(config, arrangement, rule, "norms", **how)
-                found[rule] = {"R": curves, "slope": slopes(loops, curves, theory[rule])}
+                exponent = None if no_theory else theory[rule]
+                found[rule] = {"R": curves, "slope": slopes(loops, curves, exponent)}
         result[arrangement] = found
     return {**result, "no_unshared": reason} if reason else result
 
@@ -206,23 +225,23 @@ def update_size(
     check_sweep(loops, rules, seeds, steps)
     if steps < 1:
         raise ValueError(f"the size of an update needs at least 1 step, got {steps}")
-    loops = sorted(loops)
+    loops, no_theory = sorted(loops), why_no_theory(config)
     how = {"loops": loops, "steps": steps, "seeds": seeds, "lr": lr, "num_tokens": num_tokens}
-    result = {**how, "looped": {}}
+    result = {**how, "no_theory": no_theory, "looped": {}}
     scale, change = [], []
     for rule in rules:
         curves = mean_curves(config, "looped", rule, "updates", **how)
         largest = max(max(step) / min(step) if min(step) > 0 else math.inf for step in curves)
         result["looped"][rule] = {
             "update": curves,
-            "slope": slopes(loops, curves, UPDATE_THEORY[rule]),
+            "slope": slopes(loops, curves, None if no_theory else UPDATE_THEORY[rule]),
             "largest_over_smallest": largest,
         }
         if UPDATE_THEORY[rule]:
             scale += [lr * looped(config, n, rule).residual_factor(n) * n for n in loops]
             change += curves[0]
     if scale:
-        result["exponent_of_eta_eps_N"] = {"theory": 1.0, **power_law(scale, change)}
+        result["exponent_of_eta_eps_N"] = {"theory": None if no_theory else 1.0, **power_law(scale, change)}
     return result
 
 

@@ -3,7 +3,7 @@
     looped diagnose all runs/demo/final
     looped diagnose depth_curve runs/demo/final --num-loops 12 --text my.jsonl
     looped diagnose token_norms runs/sweep                      # every run of it, side by side
-    looped diagnose residual_norm lt hidden_size=64 num_core_layers=2 vocab_size=256 --seeds 3
+    looped diagnose residual_norm residual_scaling hidden_size=96 num_core_layers=1 vocab_size=256 --seeds 1
     looped diagnose theorem_1 --width 512
 
 MODEL is a saved model, the folder of a training run or of a sweep, a config (JSON or YAML), or a preset; field=value

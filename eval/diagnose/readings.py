@@ -145,7 +145,8 @@ READINGS = {
         Explanation(
             "The norm of the last state of models of N loops, in their first optimizer steps.",
             "It does not grow with N: then a model can be made deeper at the same settings.",
-            "Residual Scaling, theorem 1 and figure 2: N^1, N^0.5 and N^0 under no scaling, 1/√N and 1/N.",
+            "Residual Scaling, theorem 1 and figure 2, of loops that only add to the state: N^1, N^0.5 and N^0 under "
+            "no scaling, 1/√N and 1/N.",
         ),
         fresh=True,
     ),
@@ -154,7 +155,8 @@ READINGS = {
         Explanation(
             "How far one optimizer step moves the last state of models of N loops.",
             "It does not grow with N: then one learning rate serves every depth.",
-            "Residual Scaling, theorem 2 and figure 4: N^1, N^0.5 and N^0 under no scaling, 1/√N and 1/N.",
+            "Residual Scaling, theorem 2 and figure 4, of loops that only add to the state: N^1, N^0.5 and N^0 under "
+            "no scaling, 1/√N and 1/N.",
         ),
         fresh=True,
     ),

@@ -6,7 +6,7 @@ from looped_eval.common.findings import best_depth
 from looped_recipes.common.axis import written
 from looped_recipes.common.words import counted
 
-from .figures import RULE_NAMES, layer_name
+from .figures import RULE_NAMES, hundredths, layer_name, power_of_n
 
 
 NOTHING = 1e-4  # limit for losses and sizes of about 1; less is rounding, or negligible
@@ -18,11 +18,6 @@ def times(value: float) -> str:
 
 def share(value: float) -> str:
     return "less than 1 %" if value < 0.005 else f"{100 * value:.0f} %"
-
-
-def hundredths(value: float) -> str:
-    """Format a cosine or an exponent."""
-    return f"{round(value, 2) + 0.0:.2f}".replace("-", "−")
 
 
 def amount(value: float) -> str:
@@ -173,21 +168,21 @@ def exit_weighted(result: dict) -> str:
     )
 
 
-def exponents(by_rule: dict, what: str) -> str:
+def exponents(result: dict, what: str) -> str:
     parts = []
-    for rule, curves in by_rule.items():
-        slope, theory = curves["slope"]["first_step"]["slope"], curves["slope"]["theory"]
-        found = "no power of N" if slope is None else f"N^{hundredths(slope)}"
+    for rule, curves in result["looped"].items():
+        theory, found = curves["slope"]["theory"], power_of_n(curves["slope"]["first_step"])
         parts.append(f"{found} under {RULE_NAMES[rule]}" + ("" if theory is None else f" (theory {theory:g})"))
-    return f"{what} goes as {', '.join(parts)}."
+    reason = result.get("no_theory")
+    return f"{what} goes as {', '.join(parts)}." + (f" {reason[0].upper()}{reason[1:]}." if reason else "")
 
 
 def residual_norm(result: dict) -> str:
-    return exponents(result["looped"], "With shared layers the norm of the state")
+    return exponents(result, "With shared layers the norm of the state")
 
 
 def update_size(result: dict) -> str:
-    return exponents(result["looped"], "What an optimizer step changes")
+    return exponents(result, "What an optimizer step changes")
 
 
 def lr_transfer(result: dict) -> str:
