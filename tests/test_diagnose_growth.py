@@ -137,6 +137,21 @@ def test_a_power_of_n_is_said_with_its_error():
         assert figures.update_size(result)[0].title == f"no scaling: {words}"
 
 
+def test_the_factored_rule_is_named_by_what_it_divides_by():
+    """lambda / (N sqrt(L / reference)), against the eps that the model has."""
+    config = tiny_config(num_core_layers=3, residual_reference_layers=12)
+    how = {"loops": [1, 2, 3], "rules": ["factored"], "seeds": 1, "steps": 1, "num_tokens": 8}
+    assert growth.looped(config, 2, "factored").residual_factor(2) == pytest.approx(1 / (2 * (3 / 12) ** 0.5))
+    for measure in (growth.residual_norm, growth.update_size):
+        result = measure(config, **how)
+        name = measure.__name__
+        assert " under 1/(N√(L/12)) (theory 0)." in getattr(sentences, name)(result)
+        assert getattr(figures, name)(result)[0].title.startswith("1/(N√(L/12))")
+        assert " under 1/(N√L) (theory 0)." in getattr(sentences, name)({**result, "residual_reference_layers": 1})
+    options = {"loops": [1, 2], "rates": [1e-3, 2e-3, 4e-3], "rules": ["factored"], "steps": 1, "rows_per_step": 1}
+    assert sentences.lr_transfer(transfer.lr_transfer(config, BATCH, **options)).startswith("1/(N√(L/12)), 3 layers:")
+
+
 def test_increments_of_a_linear_loop():
     """d_i = (D - 1) D^(i-1) e, so cosines and energies are sums over channels."""
     model = linear_model(DECAY)

@@ -36,9 +36,13 @@ def powers(title: str, x: str, y: str, at: list, curves: list[tuple[str, list, s
 
 ARRANGED = {"looped": "shared layers", "unshared": "layers of their own", "model": "the model as it is"}
 RULE_NAMES = {"none": "no scaling", "sqrt": "1/√N", "linear": "1/N", "factored": "1/(N√L)"}
-
-
 UNCLEAR = 0.25  # standard error of an exponent: half of what tells two theories apart
+
+
+def rule_name(rule: str, result: dict) -> str:
+    """Return the factor of a rule; "factored" counts layers in units of the config's reference."""
+    reference = result.get("residual_reference_layers", 1)
+    return RULE_NAMES[rule] if rule != "factored" or reference == 1 else f"1/(N√(L/{reference:g}))"
 
 
 def hundredths(value: float) -> str:
@@ -65,18 +69,18 @@ def growth(curves: list, slope: dict, loops: list, title: str, y: str) -> Chart:
 
 
 def residual_norm(result: dict) -> list:
-    charts = [
-        growth(curves["R"], curves["slope"], result["loops"], f"{RULE_NAMES[rule]}, {ARRANGED[arrangement]}", "‖h‖/√d")
-        for arrangement in ("looped", "unshared")
-        for rule, curves in result.get(arrangement, {}).items()
-    ]
+    charts = []
+    for arrangement in ("looped", "unshared"):
+        for rule, curves in result.get(arrangement, {}).items():
+            title = f"{rule_name(rule, result)}, {ARRANGED[arrangement]}"
+            charts.append(growth(curves["R"], curves["slope"], result["loops"], title, "‖h‖/√d"))
     return on_one_scale(charts)
 
 
 def update_size(result: dict) -> list:
     y = "RMS change of the state by a step"
     charts = [
-        growth(curves["update"], curves["slope"], result["loops"], RULE_NAMES[rule], y)
+        growth(curves["update"], curves["slope"], result["loops"], rule_name(rule, result), y)
         for rule, curves in result["looped"].items()
     ]
     return on_one_scale(charts)
@@ -176,7 +180,7 @@ def lr_transfer(result: dict) -> list:
             lines.append(Line(f"N = {n}", points, ordered(i, len(panel["curves"]))))
             known = [(loss, rate) for rate, loss in points if loss is not None]
             best += [(rate, loss) for loss, rate in [min(known)]] if known else []
-        title = f"{RULE_NAMES[panel['rule']]}, {counted(panel['layers'], 'layer')}"
+        title = f"{rule_name(panel['rule'], result)}, {counted(panel['layers'], 'layer')}"
         lines.append(
             Line(
                 "best rate tried",

@@ -2,8 +2,9 @@
 
 Models of this family are made from a config at several N and trained for a few steps on fixed random tokens, as in the
 paper's section 5.1. They are pre-norm by default; theorems.py has the models of the theorems, without norms. Residual
-scaling: eps = 1 for "none", 1/sqrt N for "sqrt", 1/N for "linear", 1/(N sqrt L) for "factored". "looped" applies L
-layers N times; "unshared" is a stack of N independent copies of the same L layers.
+scaling: eps = 1 for "none", 1/sqrt N for "sqrt", 1/N for "linear", 1/(N sqrt L) for "factored", with L in units of the
+config's residual_reference_layers. "looped" applies L layers N times; "unshared" is a stack of N independent copies of
+the same L layers.
 """
 
 import copy
@@ -195,7 +196,7 @@ def residual_norm(
     loops, reason = sorted(loops), why_not_unshared(config)
     how = {"loops": loops, "steps": steps, "seeds": seeds, "lr": lr, "num_tokens": num_tokens}
     no_theory = why_no_theory(config)
-    result = {**how, "no_theory": no_theory}
+    result = {**how, "no_theory": no_theory, "residual_reference_layers": config.residual_reference_layers}
     for arrangement in ["looped"] if reason else ["looped", "unshared"]:
         theory, found = NORM_THEORY[arrangement], {}
         for rule in rules:
@@ -227,7 +228,8 @@ def update_size(
         raise ValueError(f"the size of an update needs at least 1 step, got {steps}")
     loops, no_theory = sorted(loops), why_no_theory(config)
     how = {"loops": loops, "steps": steps, "seeds": seeds, "lr": lr, "num_tokens": num_tokens}
-    result = {**how, "no_theory": no_theory, "looped": {}}
+    result = {**how, "no_theory": no_theory, "residual_reference_layers": config.residual_reference_layers}
+    result["looped"] = {}
     scale, change = [], []
     for rule in rules:
         curves = mean_curves(config, "looped", rule, "updates", **how)

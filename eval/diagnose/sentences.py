@@ -6,7 +6,7 @@ from looped_eval.common.findings import best_depth
 from looped_recipes.common.axis import written
 from looped_recipes.common.words import counted
 
-from .figures import RULE_NAMES, hundredths, layer_name, power_of_n
+from .figures import hundredths, layer_name, power_of_n, rule_name
 
 
 NOTHING = 1e-4  # limit for losses and sizes of about 1; less is rounding, or negligible
@@ -172,7 +172,7 @@ def exponents(result: dict, what: str) -> str:
     parts = []
     for rule, curves in result["looped"].items():
         theory, found = curves["slope"]["theory"], power_of_n(curves["slope"]["first_step"])
-        parts.append(f"{found} under {RULE_NAMES[rule]}" + ("" if theory is None else f" (theory {theory:g})"))
+        parts.append(f"{found} under {rule_name(rule, result)}" + ("" if theory is None else f" (theory {theory:g})"))
     reason = result.get("no_theory")
     return f"{what} goes as {', '.join(parts)}." + (f" {reason[0].upper()}{reason[1:]}." if reason else "")
 
@@ -190,7 +190,7 @@ def lr_transfer(result: dict) -> str:
     for panel in result["panels"]:
         best = {n: curve["optimum"].get("lr") for n, curve in panel["curves"].items()}
         known = {n: rate for n, rate in best.items() if rate is not None}
-        where = f"{RULE_NAMES[panel['rule']]}, {counted(panel['layers'], 'layer')}"
+        where = f"{rule_name(panel['rule'], result)}, {counted(panel['layers'], 'layer')}"
         if len(known) < 2:
             why = "; ".join(f"N = {n}: {panel['curves'][n]['optimum']['why']}" for n in best if n not in known)
             parts.append(f"{where}: best rates cannot be compared ({why})")

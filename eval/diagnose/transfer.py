@@ -94,6 +94,7 @@ def lr_transfer(
     check_grid(batch, loops, rates, rules, layers, steps, seeds, max_loss)
     rates, loops, layers = sorted(rates), sorted(loops), sorted(layers)
     result = {"rates": rates, "loops": loops, "steps": steps, "seeds": seeds, "panels": []}
+    result["residual_reference_layers"] = config.residual_reference_layers
     for rule in rules:
         for num_layers in layers:
             panel = {"rule": rule, "layers": num_layers, "curves": {}}
