@@ -10,6 +10,7 @@ from .figures import hundredths, layer_name, power_of_n, rule_name
 
 
 NOTHING = 1e-4  # limit for losses and sizes of about 1; less is rounding, or negligible
+STILL = 0.05  # norms within this share of the last one stand still
 
 
 def times(value: float) -> str:
@@ -37,10 +38,14 @@ def norm_trajectory(result: dict) -> str:
     growth = result["growth"]
     if growth is None:
         return "The norm of the state is not finite."
-    count = len(result["norm"]) - 1
+    norms = result["norm"][1:]
+    count, last = len(norms), norms[-1]
     if count == 1:
-        return f"After its one loop the state has the norm {written(result['norm'][-1])}."
+        return f"After its one loop the state has the norm {written(last)}."
     how = "stays of one size" if 0.8 < growth < 1.25 else "grows" if growth > 1 else "falls"
+    still = next(k for k in range(count) if all(abs(norm - last) <= STILL * last for norm in norms[k:])) + 1
+    if how != "stays of one size" and still <= count / 2:
+        how += f" until loop {still} and then stays of one size"
     return f"The norm of the state {how}: after {counted(count, 'loop')} it is {times(growth)} that after the first."
 
 
