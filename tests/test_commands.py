@@ -750,6 +750,60 @@ def test_chat_leaves_out_the_beginning_where_there_is_no_more_room(folder, capsy
         conversation.answer("a " * 40)
 
 
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_chat_in_a_terminal_goes_on_after_what_ends_a_turn(folder, capsys, monkeypatch):
+    """A prompt that is too long, and an answer that is ended by Ctrl-C, leave the conversation as it was."""
+    config = tiny_model(position_embedding="learned", max_position_embeddings=16, eos_token_id=None)
+    config.save_pretrained(folder)
+    tokenizer, asked, answer = tiny_tokenizer(), [], chat.Conversation.answer
+    tokenizer.chat_template = "{% for turn in messages %}{{ turn['role'][0] }} {{ turn['content'] }} {% endfor %}"
+    tokenizer.save_pretrained(folder)
+    lines = iter(["a", "b " * 40, "c", "d"])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(lines, None) or (_ for _ in ()).throw(EOFError))
+    monkeypatch.setattr(sys, "stdin", Terminal())
+
+    def answer_or_be_ended(self, text):
+        asked.append((text.split()[0], len(self.turns)))
+        told = answer(self, text)
+        if text == "c":
+            raise KeyboardInterrupt
+        return told
+
+    monkeypatch.setattr(chat.Conversation, "answer", answer_or_be_ended)
+    chat.main([str(folder), *GREEDY])
+    shown = capsys.readouterr().out
+    assert asked == [("a", 0), ("b", 2), ("c", 2), ("d", 2)]  # a question and its answer
+    assert shown.count("loops a token]") == 2 and "[ended: this turn is left out]" in shown
+    assert "tokens are more than the max_position_embeddings=16" in shown and "left out: no more room" not in shown
+
+
+@pytest.mark.slow
+def test_chat_reads_a_long_line_of_a_terminal():
+    """By itself a terminal cuts a line at 4,095 bytes."""
+    pytest.importorskip("readline")
+    pty = pytest.importorskip("pty")
+    reads = "import sys; from looped_eval.chat.command import prompts_of; print('ready', flush=True);"
+    reads += "print(*(len(line) for line in prompts_of(sys.stdin)), 'characters')"
+    process, terminal = pty.fork()
+    if process == 0:
+        os.execv(sys.executable, [sys.executable, "-c", reads])
+    with os.fdopen(terminal, "r+b", buffering=0) as lines:
+        shown = b""
+        while b"> " not in shown:
+            shown += lines.read(1024)
+        for _ in range(60):
+            lines.write(b"a" * 100)
+        lines.write(b"\n\x04")
+        while b"characters" not in shown:
+            shown += lines.read(1024)
+    os.waitpid(process, 0)
+    assert b"6000 characters" in shown
+
+
 def test_chat_writes_no_more_than_the_model_reads():
     model = tiny_model(position_embedding="learned", max_position_embeddings=16, eos_token_id=None)
     conversation = chat.Conversation(model, tiny_tokenizer(), {"max_new_tokens": 200, "do_sample": False})

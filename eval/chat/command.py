@@ -1,6 +1,7 @@
 """A conversation with a model, or completion of single prompts."""
 
 import sys
+from contextlib import suppress
 
 import torch
 from transformers import TextStreamer
@@ -45,13 +46,13 @@ class Conversation:
             forgotten += 1
             self.turns.pop()  # the current question, which ids_of adds again
             prompt = self.ids_of(text)
-        if forgotten:
-            print(f"[{counted(forgotten, 'turn')} of the beginning left out: no more room]")
         if self.room_after(prompt) < 1:
             raise ValueError(
                 f"{prompt['input_ids'].shape[1]} tokens are more than the max_position_embeddings="
                 f"{self.model.config.max_position_embeddings} that this model reads: write less"
             )
+        if forgotten:
+            print(f"[{counted(forgotten, 'turn')} of the beginning left out: no more room]")
         return prompt
 
     def answer(self, text: str) -> tuple[str, float]:
@@ -66,15 +67,32 @@ class Conversation:
         return written, outputs.token_loops.double().mean().item()
 
 
+def lines_of_terminal():
+    with suppress(ImportError):  # not on every system
+        import readline  # noqa: F401  `input` then takes lines of any length, which a terminal cuts at 4,095 bytes
+    with suppress(EOFError):
+        while True:
+            yield input("\n> ")
+
+
 def prompts_of(terminal):
-    while True:
-        if terminal.isatty():
-            print("\n> ", end="", flush=True)
-        line = terminal.readline()
-        if not line:
-            return
+    for line in lines_of_terminal() if terminal.isatty() else terminal:
         if line.strip():
             yield line.rstrip("\n")
+
+
+def answer_and_go_on(conversation: Conversation, prompt: str, in_terminal: bool) -> float | None:
+    """Return the mean loops of an answer. In a terminal, a prompt that is refused and an answer that Ctrl-C ends leave
+    the conversation as it was, and None is returned."""
+    turns = list(conversation.turns)
+    try:
+        return conversation.answer(prompt)[1]
+    except (ValueError, KeyboardInterrupt) as error:
+        if not in_terminal:
+            raise
+        conversation.turns = turns
+        print(f"error: {error}" if isinstance(error, ValueError) else "\n[ended: this turn is left out]")
+        return None
 
 
 def main(arguments: list[str] | None = None):
@@ -98,9 +116,10 @@ def main(arguments: list[str] | None = None):
         torch.manual_seed(args.seed)
     full = args.num_loops or getattr(model.generation_config, "num_loops", None) or config.num_loops
     conversation = Conversation(model, tokenizer, settings, args.system)
-    if not args.prompt and sys.stdin.isatty():
+    if in_terminal := not args.prompt and sys.stdin.isatty():
         how = "answers in turns" if conversation.answers_in_turns else "was trained on no chats: it completes text"
         print(f"{folder} {how}, with {full} loops at most; Ctrl-D ends")
     for prompt in [" ".join(args.prompt)] if args.prompt else prompts_of(sys.stdin):
-        _, loops = conversation.answer(prompt)
-        print(f"[{loops_in_words(loops, full, ' a token')}]")
+        loops = answer_and_go_on(conversation, prompt, in_terminal)
+        if loops is not None:
+            print(f"[{loops_in_words(loops, full, ' a token')}]")
