@@ -31,6 +31,7 @@ uvicorn = pytest.importorskip("uvicorn")
 serve = pytest.importorskip("looped_eval.serve.command")
 
 TEMPLATE = "{% for turn in messages %}{{ turn['role'][0] }} {{ turn['content'] }} {% endfor %}"
+TURNS = [{"role": "user", "content": "b c"}]
 DEPTHS = [
     {},
     {"num_loops": 2},
@@ -105,6 +106,14 @@ def test_streams(served, depth):
     chunks = list(complete(client, "a b c", 6, depth, stream=True))
     assert "".join(chunk.choices[0].text for chunk in chunks).split() == text.split()
     assert chunks[-1].token_loops == loops and chunks[-1].choices[0].finish_reason in ("length", "stop")
+
+
+def test_a_stream_tells_its_end(served):
+    for path, asked in (("completions", {"prompt": "a"}), ("chat/completions", {"messages": TURNS})):
+        body = json.dumps({**asked, "max_tokens": 2, "stream": True}).encode()
+        url = f"http://127.0.0.1:{served[4]}/v1/{path}"
+        lines = urlopen(Request(url, body, {"Content-Type": "application/json"})).read().decode().split("\n\n")
+        assert lines[-2:] == ["data: [DONE]", ""] and json.loads(lines[-3].removeprefix("data: "))["choices"]
 
 
 def test_conversations(served):
@@ -712,8 +721,9 @@ def test_a_request_that_fails_says_why(served, monkeypatch):
         raise RuntimeError("no room left")
 
     monkeypatch.setattr(served[3], "generate", fails)
-    with pytest.raises(openai.InternalServerError, match="no room left"):
+    with pytest.raises(openai.InternalServerError, match="no room left") as error:
         complete(served[2], "a b", 3, {})
+    assert error.value.response.headers["Connection"] == "close"  # as uvicorn does: no other request takes it
 
 
 @pytest.mark.slow

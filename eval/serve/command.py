@@ -64,7 +64,8 @@ def build_app(
 
     @app.exception_handler(Exception)
     async def failed(_: Request, error: Exception):
-        return error_response(500, f"{type(error).__name__}: {error}", "server_error")
+        closing = {"Connection": "close"}  # uvicorn closes it, since starlette raises the error again
+        return error_response(500, f"{type(error).__name__}: {error}", "server_error", headers=closing)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request, body: dict):

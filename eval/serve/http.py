@@ -23,12 +23,13 @@ def error_of(status: int, message: str, kind: str = "invalid_request_error") -> 
     return json.dumps({"error": {"message": message, "type": kind, "code": status}})
 
 
-def error_response(status: int, *said: str) -> Response:
-    return Response(error_of(status, *said), status, media_type="application/json")
+def error_response(status: int, *said: str, headers: dict[str, str] | None = None) -> Response:
+    return Response(error_of(status, *said), status, headers, media_type="application/json")
 
 
 async def with_whole_errors(parts: AsyncGenerator[str, None]) -> AsyncIterator[str]:
-    """Yield the parts of a stream of transformers; its errors, which are strings, become objects as clients expect."""
+    """Yield the parts of a stream of transformers, and its end. Its errors, which are strings, become objects as
+    clients expect."""
     try:
         async with aclosing(parts):
             async for part in parts:
@@ -38,6 +39,7 @@ async def with_whole_errors(parts: AsyncGenerator[str, None]) -> AsyncIterator[s
                         message = json.loads(line.removeprefix("data: "))["error"]
                         lines[i] = "data: " + error_of(500, message, "server_error")
                 yield "\n\n".join(lines)
+        yield "data: [DONE]\n\n"
     except asyncio.CancelledError:
         yield "data: " + error_of(503, STOPPING, "server_error") + "\n\n"
 
