@@ -84,17 +84,19 @@ def generated(model, tokenizer, text: str, depth: dict, new_tokens: int = 4):
 def test_log_probabilities_of_an_answer(served, depth):
     model, tokenizer, client, _, _ = served
     tokens, expected_values = generated(model, tokenizer, "a b c", depth)
+    ids_of_prompt = tokenizer("a b c").input_ids
     found = ask(client, prompt="a b c", logprobs=2, extra_body=depth).choices[0].logprobs
     own = expected_values.gather(1, tokens[:, None])[:, 0].tolist()
     assert found.token_logprobs == pytest.approx(own, abs=1e-5)
-    for told, of_token, token, piece in zip(found.top_logprobs, expected_values, tokens, found.tokens, strict=True):
-        values, ids = of_token.topk(2)
+    for k, (told, of_token, token) in enumerate(zip(found.top_logprobs, expected_values, tokens, strict=True)):
+        before = tokenizer.decode([*ids_of_prompt, *tokens[:k]], skip_special_tokens=True)
         largest = {}
-        for i in (*ids.tolist(), int(token)):
-            text = piece if i == token else tokenizer.decode(i)
+        for i in (*of_token.topk(2).indices.tolist(), int(token)):
+            text = tokenizer.decode([*ids_of_prompt, *tokens[:k], i], skip_special_tokens=True).removeprefix(before)
+            text = text or ("" if i == token else tokenizer.decode(i))  # special tokens add none
             largest[text] = max(largest.get(text, -math.inf), of_token[i].item())
         assert told == pytest.approx(largest, abs=1e-5)
-    assert "".join(found.tokens).split() == tokenizer.decode(tokens, skip_special_tokens=True).split()
+    assert "a b c" + "".join(found.tokens) == tokenizer.decode([*ids_of_prompt, *tokens], skip_special_tokens=True)
     assert found.text_offset == [sum(map(len, found.tokens[:i])) for i in range(len(found.tokens))]
 
 

@@ -8,7 +8,8 @@ from typing import Any
 
 from modeling_looped.depth_options import DEPTH_FIELDS, DepthOptions
 
-from .likelihoods import Likelihood
+from .answer_parts import AnswerParts, TextOfTokens
+from .likelihoods import Likelihood, pieces
 from .request_checks import LENGTHS_OF_CONFIG, SAY_LENGTH
 from .stop_texts import StopTexts
 
@@ -61,24 +62,27 @@ class Asked:
     def note_end(self, tokens: list[int]):
         self.has_ended = bool(tokens) and tokens[-1] in self.end_tokens
 
-    def finish(self, choice: dict, is_last: bool):
-        """Cut stop texts from a choice in OpenAI's format and correct its finish_reason."""
-        self.stops.shorten(choice, is_last)
-        if self.has_ended and choice.get("finish_reason") == "length":  # its last allowed token ends the text
+    def parts(self, tokenizer, prompt: list[int], parser=None) -> AnswerParts:
+        """Return what reads the answer: in a conversation a text of its own, else one that goes on from its prompt."""
+        before = () if self.prompt is None else prompt
+        return AnswerParts(TextOfTokens(tokenizer, before, skip_special_tokens=parser is None), self.stops, parser)
+
+    def finish(self, choice: dict):
+        """Correct the finish_reason of a choice in OpenAI's format: its last allowed token may end the text."""
+        if (self.has_ended or self.stops.is_met) and choice["finish_reason"] == "length":
             choice["finish_reason"] = "stop"
 
-    def likelihoods_of(self, answer: str) -> list[Likelihood]:
+    def likelihoods_before_stop(self) -> list[Likelihood]:
         """Return the log-probabilities without those of tokens that were cut off with a stop text."""
         found = list(self.likelihoods)
-        too_long = sum(len(each.text) for each in found[len(found) - len(self.loops) :]) - len(answer)
-        while self.stops.is_met and too_long > 0:
+        answer = "".join(each.text for each in found[len(found) - len(self.loops) :])
+        too_long = len(answer) - len(StopTexts(self.stops.texts).before(answer, is_last=True))
+        while too_long > 0:
             too_long -= len(found.pop().text)
         return found
 
     def text_of_prompt(self, tokenizer) -> str:
-        return (
-            tokenizer.decode(self.prompt, skip_special_tokens=True) if isinstance(self.prompt, list) else self.prompt
-        )
+        return "".join(pieces(tokenizer, self.prompt)) if isinstance(self.prompt, list) else self.prompt
 
     def fields_of_loops(self) -> dict:
         saved = 1 - sum(self.loops) / (self.full_depth * len(self.loops)) if self.loops else 0

@@ -2,13 +2,15 @@
 
 import json
 from collections.abc import Callable
+from copy import copy
 
 from fastapi import HTTPException
 from fastapi.responses import JSONResponse, Response
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.model_manager import ModelManager
-from transformers.cli.serving.utils import GenerationState
+from transformers.cli.serving.utils import GenerationState, ToolCall
+from transformers.utils.chat_parsing import ResponseParser
 
 from .asked import Asked, current_request
 from .http import with_whole_errors
@@ -23,7 +25,8 @@ class OneModel(ModelManager):
     """Returns the one model of this server for every request."""
 
     def __init__(self, name: str, model, tokenizer):
-        self.force_model, self.model, self.tokenizer = name, model, tokenizer
+        self.force_model, self.model, self.tokenizer = name, model, copy(tokenizer)
+        self.tokenizer.parse_response = self.parse_response  # that of the class fails at a tool call that is cut off
 
     @staticmethod
     def process_model_name(model_id: str) -> str:
@@ -31,6 +34,14 @@ class OneModel(ModelManager):
 
     def load_model_and_processor(self, *args, **kwargs):
         return self.model, self.tokenizer
+
+    def parse_response(self, ids, template, **how) -> dict:
+        """Return the fields of a whole answer in a conversation, with the tool calls that a stream would tell."""
+        asked, parser = current_request.get(), ResponseParser(template, **how)
+        asked.stops = StopTexts(asked.stops.texts)  # it has searched the text without special tokens
+        told = asked.parts(self.tokenizer, [], parser).whole(ids.tolist())
+        calls = [{"function": vars(part)} for part in told if isinstance(part, ToolCall)]
+        return {name: value for name, value in {**parser._output, "tool_calls": calls}.items() if value}
 
 
 class SharedState(GenerationState):
@@ -92,10 +103,9 @@ class TakesDepth:
         response = await super()._non_streaming(*args, **kwargs)  # pyrefly: ignore[missing-attribute]
         asked, body = current_request.get(), json.loads(response.body)
         choice = body["choices"][0]
-        asked.finish(choice, is_last=True)
+        asked.finish(choice)
         if asked.likeliest is not None:
-            answer = choice["text"] if "text" in choice else choice["message"].get("content") or ""
-            choice["logprobs"] = self.of_likelihoods(asked.likelihoods_of(answer))
+            choice["logprobs"] = self.of_likelihoods(asked.likelihoods_before_stop())
         if asked.echoes:
             choice["text"] = asked.text_of_prompt(self.model_manager.tokenizer) + choice["text"]  # pyrefly: ignore
         if asked.is_prompt_alone:
@@ -109,12 +119,11 @@ class TakesDepth:
 
     def _build_chunk_sse(self, *args, finish_reason=None, **kwargs) -> str:
         line = super()._build_chunk_sse(*args, finish_reason=finish_reason, **kwargs)  # pyrefly: ignore
-        asked, is_last = current_request.get(), finish_reason is not None
-        if not (is_last or asked.stops.texts):
+        if finish_reason is None:
             return line
-        chunk = json.loads(line.removeprefix("data: "))
-        asked.finish(chunk["choices"][0], is_last)
-        return f"data: {json.dumps({**chunk, **(asked.fields_of_loops() if is_last else {})})}\n\n"
+        asked, chunk = current_request.get(), json.loads(line.removeprefix("data: "))
+        asked.finish(chunk["choices"][0])
+        return f"data: {json.dumps({**chunk, **asked.fields_of_loops()})}\n\n"
 
 
 class Chat(TakesDepth, ChatCompletionHandler):

@@ -5,7 +5,8 @@ from itertools import accumulate
 from typing import NamedTuple
 
 import torch
-from tokenizers.decoders import DecodeStream
+
+from .answer_parts import TextOfTokens
 
 
 LEAST = -9999.0  # OpenAI's value for impossible tokens: JSON has no infinity
@@ -38,17 +39,18 @@ def foretold(logits: torch.Tensor, tokens: Sequence[int], count: int) -> list[Fo
 
 def likelihoods(tokenizer, ids: list[int], said: list[Foretold]) -> list[Likelihood]:
     """Return one per token of the end of `ids`, of which `said` tells."""
-    found = []
-    for each, text in zip(said, pieces(tokenizer, ids)[len(ids) - len(said) :]):
-        best = [(text if token == each.token else tokenizer.decode(token), value) for token, value in each.best]
+    found, texts = [], TextOfTokens(tokenizer, ids[: len(ids) - len(said)])
+    for each in said:
+        others = {token: texts.would_add(token) for token, _ in each.best if token != each.token}
+        text = texts.add(each.token)
+        best = [(others.get(token, text), value) for token, value in each.best]
         found.append(Likelihood(text, each.logprob, best))
     return found
 
 
 def pieces(tokenizer, ids: Sequence[int]) -> list[str]:
     """Return the text that each token adds: an empty text until a character is complete."""
-    stream = DecodeStream([], skip_special_tokens=True)
-    return [stream.step(tokenizer._tokenizer, token) or "" for token in ids]
+    return [*map(TextOfTokens(tokenizer).add, ids)]
 
 
 def of_completion(found: list[Likelihood]) -> dict:

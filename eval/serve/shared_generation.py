@@ -14,6 +14,7 @@ from transformers.generation import BaseStreamer
 from modeling_looped.overrides import is_as_written
 from modeling_looped.shared_passes import SharedPasses
 
+from .answer_parts import AnswerParts
 from .asked import Asked, current_request
 from .likelihoods import Foretold, Likelihood, foretold, likelihoods, pieces
 from .request_checks import check_answers, check_bias
@@ -60,35 +61,32 @@ def check_client(streamer):
 
 
 class WholeStream(BaseStreamer):
-    """A stream of transformers that also sends an incomplete character at the end of an answer."""
+    """A stream of transformers that sends the parts of an answer as `AnswerParts` reads them: it is the streamer's
+    decoder, which tells it no text, and is given every token of the answer."""
 
-    def __init__(self, streamer, asked: Asked):
-        self.streamer, self.asked = streamer, asked
-        self.told: list[str] = []
+    def __init__(self, streamer, asked: Asked, parts: AnswerParts):
+        self.streamer, self.asked, self.parts = streamer, asked, parts
         self.tokens: list[int] = []
-        self.has_prompt = False
-        self._cancelled, self._enqueue = streamer._cancelled, streamer._enqueue
-        streamer._enqueue = self.enqueue
+        self._cancelled = streamer._cancelled
+        streamer._decode_stream, streamer._parser = self, None
 
     def put(self, value):
         self.streamer.put(value)
-        if self.has_prompt:
-            self.tokens.extend(value.tolist())
-        self.has_prompt = True
 
     def put_loops(self, loops):
         self.asked.loops.extend(loops.tolist())
 
-    def enqueue(self, item):
-        if isinstance(item, str):
-            self.told.append(item)
-        self._enqueue(item)
+    def step(self, _, token: int):
+        self.tokens.append(token)
+        self.send(self.parts.put(token))
+
+    def send(self, parts: list):
+        for part in parts:
+            self.streamer._enqueue(part)
 
     def end(self):
         self.asked.note_end(self.tokens)
-        whole, told = self.streamer._tokenizer.decode(self.tokens, skip_special_tokens=True), "".join(self.told)
-        if self.streamer._parser is None and whole.startswith(told) and whole != told:
-            self._enqueue(whole[len(told) :])
+        self.send(self.parts.end())
         self.streamer.end()
 
 
@@ -105,7 +103,8 @@ class ModelOfRequest:
     def generate(self, streamer=None, **kwargs):
         config, length = kwargs["generation_config"], kwargs["input_ids"].shape[1]
         if streamer is not None:
-            streamer = WholeStream(streamer, self.asked)
+            parts = self.asked.parts(kwargs["tokenizer"], kwargs["input_ids"][0].tolist(), streamer._parser)
+            streamer = WholeStream(streamer, self.asked, parts)
         elif config.num_beams in (None, 1):  # beams take no streamer
             streamer = self.until_cancelled
         if config.stop_strings:
@@ -117,7 +116,7 @@ class ModelOfRequest:
         if asked.echoes and asked.likeliest is not None:
             self.read_prompt(prompt)
         if asked.is_prompt_alone:
-            self.note_likelihoods(kwargs["tokenizer"], prompt[0].tolist())
+            self.note_likelihoods(kwargs["tokenizer"], prompt[0].tolist(), length)
             return prompt
         try:
             result = self.passes.generate(streamer=streamer, check=partial(check_client, streamer), **settings)
@@ -130,7 +129,7 @@ class ModelOfRequest:
         asked.note_end(ids[length:])
         for token, logits in zip(ids[length:], result.logits or ()):  # of a decoding loop of transformers
             self.until_cancelled.foretold += foretold(logits, [token], asked.likeliest)
-        self.note_likelihoods(kwargs["tokenizer"], ids)
+        self.note_likelihoods(kwargs["tokenizer"], ids, length)
         return result.sequences
 
     def read_prompt(self, prompt: torch.Tensor):
@@ -146,12 +145,13 @@ class ModelOfRequest:
                 part = slice(begin, begin + POSITIONS)
                 self.until_cancelled.foretold += foretold(read(states[part]), tokens[part], self.asked.likeliest)
 
-    def note_likelihoods(self, tokenizer, ids: list[int]):
-        """Store the log-probabilities of the answer."""
+    def note_likelihoods(self, tokenizer, ids: list[int], length: int):
+        """Store the log-probabilities of the answer, which follows a prompt of `length` tokens."""
         asked = self.asked
         if asked.likeliest is None:
             return
-        asked.likelihoods = likelihoods(tokenizer, ids, self.until_cancelled.foretold)
+        begin = length if asked.prompt is None else 0  # an answer in a conversation is a text of its own
+        asked.likelihoods = likelihoods(tokenizer, ids[begin:], self.until_cancelled.foretold)
         if asked.echoes:
             asked.likelihoods.insert(0, Likelihood(pieces(tokenizer, ids[:1])[0], None, []))
 
@@ -170,7 +170,9 @@ class SharedGenerateManager(GenerateManager):
         self.check(inputs, gen_config)
         model = ModelOfRequest(self.passes)
         try:
-            return await super().generate_non_streaming(model, processor, inputs, gen_config, *args, **kwargs)
+            _, length, ids = await super().generate_non_streaming(
+                model, processor, inputs, gen_config, *args, **kwargs
+            )
         except asyncio.CancelledError:
             model.until_cancelled.cancel()
             raise
@@ -180,6 +182,8 @@ class SharedGenerateManager(GenerateManager):
             if not current_request.get().has_config:
                 raise
             raise bad_request(ValueError(f"generation_config asks for what fails here: {error}")) from error
+        parts = current_request.get().parts(processor, inputs["input_ids"][0].tolist())
+        return "".join(parts.whole(ids.tolist())), length, ids
 
     def check(self, inputs, gen_config, streams: bool = False):
         """Check a request before anything is computed or streamed, and set the length of its answer."""

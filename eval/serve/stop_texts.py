@@ -57,17 +57,6 @@ class StopTexts:
         told, self.held = text[: len(text) - held], text[len(text) - held :]
         return told
 
-    def shorten(self, choice: dict, is_last: bool):
-        """Cut the text of a choice in OpenAI's format, of a whole answer or of a part of one."""
-        holder, name = (choice, "text")
-        for of_chat in ("message", "delta"):
-            if of_chat in choice:
-                holder, name = choice[of_chat], "content"
-        if (text := self.before(holder.get(name) or "", is_last)) or name in holder:
-            holder[name] = text
-        if self.is_met and choice.get("finish_reason") == "length":  # its last allowed token completes it
-            choice["finish_reason"] = "stop"
-
 
 def begun(stop: str, text: str) -> int:
     """Return with how many first characters of `stop`, but not all of them, the text ends."""

@@ -1,0 +1,97 @@
+"""An answer from its tokens: the same text and parts, whether it comes at once or as a stream."""
+
+from collections.abc import Sequence
+from itertools import chain
+
+from transformers.cli.serving.utils import ToolCall, response_events_to_chunks
+
+from .stop_texts import StopTexts
+
+
+INCOMPLETE = "\ufffd"  # what tokenizers write for bytes that are no character, or not yet
+CONTEXT = 16  # tokens before a text whose decoding tells how it begins
+WRITTEN_WRONGLY = (
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    RuntimeError,
+)  # of a parser that fails at a text
+
+
+class TextOfTokens:
+    """Decodes tokens one by one: each has the text that it adds to those before it, or "" until a character is whole.
+
+    before: tokens that the text follows. Without any it is a text of its own, and tokenizers drop its first space.
+    """
+
+    def __init__(self, tokenizer, before: Sequence[int] = (), skip_special_tokens: bool = True):
+        self.tokenizer, self.skip_special_tokens = tokenizer, skip_special_tokens
+        self.told, self.text_of_told, self.pending = [], "", []
+        for token in before[-CONTEXT:]:
+            self.add(token)
+
+    def decode(self, tokens: list[int]) -> str:
+        return self.tokenizer.decode(tokens, skip_special_tokens=self.skip_special_tokens)
+
+    def after_told(self, tokens: list[int]) -> str:
+        text = self.decode(self.told + tokens)
+        if text.startswith(self.text_of_told):
+            return text[len(self.text_of_told) :]
+        return self.decode(tokens)  # stray bytes: some decoders write U+FFFD for those told before them, too
+
+    def add(self, token: int) -> str:
+        self.pending.append(token)
+        text = self.after_told(self.pending)
+        if not text or text.endswith(INCOMPLETE):
+            return ""
+        self.told, self.pending = self.pending, []
+        self.text_of_told = self.decode(self.told)
+        return text
+
+    def would_add(self, token: int) -> str:
+        """Return the text of a token that could come next; also of special tokens and of incomplete characters."""
+        return self.after_told([*self.pending, token]) or self.tokenizer.decode(token)
+
+    def end(self) -> str:
+        """Return the text of tokens at the end that are no whole character."""
+        return self.after_told(self.pending)
+
+
+class AnswerParts:
+    """Reads the tokens of an answer, up to its first stop text, into texts, thoughts and tool calls."""
+
+    def __init__(self, text: TextOfTokens, stops: StopTexts, parser=None):
+        self.text, self.stops, self.parser = text, stops, parser
+
+    def put(self, token: int) -> list[str | ToolCall]:
+        return self.read(self.text.add(token))
+
+    def end(self) -> list[str | ToolCall]:
+        return self.read(self.text.end(), is_last=True)
+
+    def whole(self, tokens: list[int]) -> list[str | ToolCall]:
+        return [*chain.from_iterable(map(self.put, tokens)), *self.end()]
+
+    def read(self, text: str, is_last: bool = False) -> list[str | ToolCall]:
+        text = self.stops.before(text, is_last)
+        if self.parser is None:
+            return [text] if text else []
+        events, is_read = [], False
+        self.parser._buffer += text
+        while (
+            not is_read
+        ):  # a tool call that is cut off or badly formed is left out, and what stands beside it is read
+            try:
+                self.parser._process(events, eos=is_last)
+                is_read = True
+            except WRITTEN_WRONGLY:
+                self.parser._reset_to_implicit()
+        return [*chain.from_iterable(map(parts_of, events))]
+
+
+def parts_of(event: dict) -> list[str | ToolCall]:
+    try:
+        return response_events_to_chunks([event])
+    except WRITTEN_WRONGLY:  # a tool call without a name or arguments
+        return []

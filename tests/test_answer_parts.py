@@ -1,0 +1,133 @@
+"""Texts, thoughts and tool calls of an answer: what its tokens add to those of the prompt, whole and as a stream."""
+
+import json
+from random import Random
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from tests.helpers import tiny_model, tiny_tokenizer
+from tests.test_serve import byte_level_tokenizer, byte_tokenizer, complete, serving
+
+
+answer_parts = pytest.importorskip("looped_eval.serve.answer_parts")  # needs the server of transformers
+ASKED = {"model": "tiny", "messages": [{"role": "user", "content": "ab"}]}
+THOUGHTS = {"open": "<think>", "close": "</think>", "content": "text"}
+CALLS = {"open": "<call>", "close": "</call>", "repeats": True, "content": "json"}
+CALLS |= {"transform": {"type": "function", "function": "{content}"}}
+PARTED = {"thinking": THOUGHTS, "tool_calls": CALLS, "content": {"close": "<end>", "content": "text"}}
+FIRST, SECOND = (f'<call>{{"name": "{name}", "arguments": {{"c": "Z"}}}}</call>' for name in "fg")
+
+
+def word_tokenizer() -> PreTrainedTokenizerFast:
+    words = {word: i for i, word in enumerate(["<unk>", "a", "b", "##a", "##b", "."])}
+    tokenizer = Tokenizer(models.WordPiece(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Whitespace(), decoders.WordPiece(cleanup=False)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
+
+
+@pytest.mark.parametrize("make", [byte_tokenizer, byte_level_tokenizer, word_tokenizer, tiny_tokenizer])
+def test_each_token_has_the_text_that_it_adds(make):
+    """To the text that tokenizers make of all tokens before it; so have those that could have come."""
+    tokenizer, rng = make(), Random(0)
+    pieces = ["a b", " abc", " ", "b ab"] + ["\u20ac", "\n"] * (make in (byte_tokenizer, byte_level_tokenizer))
+    for _ in range(30):
+        ids = [i for _ in range(8) for i in tokenizer(rng.choice(pieces), add_special_tokens=False).input_ids]
+        decoded = [tokenizer.decode(ids[:end], skip_special_tokens=True) for end in range(len(ids) + 1)]
+        complete_ends = [end for end, text in enumerate(decoded) if not text.endswith("\ufffd")]
+        begin = rng.choice(complete_ends[:-1])
+        texts, told = answer_parts.TextOfTokens(tokenizer, ids[:begin]), ""
+        for end in range(begin, len(ids)):
+            if {end, end + 1} <= {*complete_ends} and decoded[end] != decoded[end + 1]:
+                assert decoded[end] + texts.would_add(ids[end]) == decoded[end + 1]
+            told += texts.add(ids[end])
+        assert decoded[begin] + told == decoded[-1]
+
+
+def test_a_stray_byte_behind_a_whole_character():
+    """The decoder for such bytes writes U+FFFD for all of them, also for the character that was told before."""
+    tokenizer = byte_tokenizer()
+    ids = tokenizer.convert_tokens_to_ids(["<s>", "<0x0A>", "<0x98>", "a"])
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "\ufffd\ufffda"
+    texts = answer_parts.TextOfTokens(tokenizer)
+    assert [*map(texts.add, ids)] == ["", "\n", "", "\ufffda"]
+    model = tiny_model(vocab_size=len(tokenizer), num_loops=2, pad_token_id=0, eos_token_id=None)
+    with serving(model, tokenizer) as (_, _, client, _, _):
+        echo = client.completions.create(model="tiny", prompt=ids, max_tokens=0, echo=True, logprobs=0).choices[0]
+        assert echo.text == "\n\ufffda" and echo.logprobs.tokens == ["", "\n", "", "\ufffda"]
+        stray = {"generation_config": config_that_writes(ids[1:])}
+        for fields in ({"logprobs": 1}, {}):
+            assert complete(client, "ab", 3, stray, **fields).choices[0].text == "\n\ufffda"
+        stream = complete(client, "ab", 3, stray, stream=True)
+        assert "".join(part.choices[0].text for part in stream) == "\n\ufffda"
+
+
+def config_that_writes(ids: list[int]) -> str:
+    """A generation config by which any model writes these tokens: each is likeliest behind all before it."""
+    return json.dumps({"sequence_bias": [[ids[: i + 1], 100.0 + 1000 * i] for i in range(len(ids))]})
+
+
+def test_an_answer_keeps_the_space_before_it():
+    """Where the tokenizer drops a space at the beginning of a text: in text, echo, offsets and log-probabilities."""
+    tokenizer = byte_tokenizer()
+    model = tiny_model(vocab_size=len(tokenizer), num_loops=2, pad_token_id=0, eos_token_id=None)
+    written = tokenizer.convert_tokens_to_ids(["\u2581a", "c", "\u2581ab"])
+    with serving(model, tokenizer) as (_, _, client, _, _):
+        depth = {"generation_config": config_that_writes(written)}
+        for echo in (False, True):
+            whole = complete(client, "ab", 3, depth, logprobs=2, echo=echo).choices[0]
+            told = whole.logprobs
+            assert whole.text == "ab" * echo + " ac ab" == "".join(told.tokens)
+            assert told.tokens[-3:] == [" a", "c", " ab"] and told.text_offset[-1] == len(whole.text) - 3
+            cut = complete(client, "ab", 3, depth, logprobs=0, echo=echo, stop="c").choices[0]
+            assert cut.text == "ab" * echo + " a" == "".join(cut.logprobs.tokens)
+        stream = complete(client, "ab", 3, depth, stream=True)
+        assert "".join(part.choices[0].text for part in stream) == " ac ab"
+
+
+@pytest.fixture(scope="module")
+def parted():
+    tokenizer = byte_level_tokenizer()
+    tokenizer.response_template = {"start_anchor": "ab ", "fields": PARTED}
+    sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": 256}
+    model = tiny_model(num_loops=2, pad_token_id=0, eos_token_id=None, **sizes)
+    with serving(model, tokenizer) as (_, tokenizer, client, _, _):
+        yield tokenizer, client
+
+
+def told_parts(client, is_stream: bool, **fields) -> tuple:
+    answer = client.chat.completions.create(**ASKED, **fields, stream=is_stream)
+    choices = [part.choices[0] for part in answer] if is_stream else answer.choices
+    said = [choice.delta if is_stream else choice.message for choice in choices]
+    thoughts, content = (
+        "".join(getattr(part, name, None) or "" for part in said) for name in ("reasoning_content", "content")
+    )
+    calls = "".join(call.function.name for part in said for call in part.tool_calls or ())
+    return thoughts, content, calls, choices[-1].finish_reason
+
+
+@pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize(
+    ("text", "stop", "expected"),
+    [
+        ("<think>so</think>I look." + FIRST + SECOND, None, ("so", "I look.", "fg", "tool_calls")),
+        ("<think>so</think>I look." + FIRST[:-9], None, ("so", "I look.", "", "length")),
+        ("I look." + FIRST + SECOND[:-9], None, ("", "I look.", "f", "tool_calls")),
+        ("I look." + FIRST, ["Z"], ("", "I look.", "", "stop")),
+        ('I<call>{"name": "f", "arguments": }</call>' + SECOND, None, ("", "I", "g", "tool_calls")),
+        ('<call>{"c": "Z"}</call>I look.', None, ("", "I look.", "", "length")),
+        ("<call>[5]</call>" + FIRST, None, ("", "", "f", "tool_calls")),
+        ("<think>let me see</think>I", ["me"], ("let ", "", "", "stop")),
+        ("<think>so \u20ac", None, ("so \ufffd", "", "", "length")),
+    ],
+    ids=range(9),
+)
+def test_parts_of_an_answer_that_are_whole(parted, text, stop, expected, is_stream):
+    tokenizer, client = parted
+    ids = tokenizer(text).input_ids[: -1 if "\u20ac" in text else None]  # within the character
+    written = {"generation_config": config_that_writes(ids)}
+    found = told_parts(client, is_stream, max_tokens=len(ids), stop=stop, extra_body=written)
+    assert found == tuple(
+        part if is_stream else part.strip() for part in expected
+    )  # as transformers strips whole ones
