@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from tests.helpers import tiny_model, tiny_tokenizer
-from tests.test_serve import byte_level_tokenizer, byte_tokenizer, complete, serving
+from tests.test_serve import byte_level_tokenizer, byte_tokenizer, complete, openai, serving
 
 
 answer_parts = pytest.importorskip("looped_eval.serve.answer_parts")  # needs the server of transformers
@@ -131,3 +131,23 @@ def test_parts_of_an_answer_that_are_whole(parted, text, stop, expected, is_stre
     assert found == tuple(
         part if is_stream else part.strip() for part in expected
     )  # as transformers strips whole ones
+
+
+@pytest.mark.parametrize("field", ["arguments", "tool_calls", "chat_template_kwargs"])
+def test_earlier_tool_calls(parted, field):
+    """Their arguments may be an empty text, and what is wrong is named."""
+    _, client = parted
+
+    def ask(call, **fields):
+        turns = [*ASKED["messages"], {"role": "assistant", "content": None, "tool_calls": [call]}]
+        return client.chat.completions.create(model="tiny", messages=turns, max_tokens=1, extra_body=fields)
+
+    right = {"id": "1", "type": "function", "function": {"name": "f", "arguments": ""}}
+    wrong = {"arguments": {"function": {"name": "f", "arguments": "{c"}}, "tool_calls": {"function": {"name": "f"}}}
+    assert ask(right, chat_template_kwargs=None).choices
+    if field in wrong:
+        with pytest.raises(openai.BadRequestError, match=f"{field}=.*must be a"):
+            ask(wrong[field])
+    else:
+        with pytest.raises(openai.BadRequestError, match=f"{field}=5 must be an object"):
+            ask(right, chat_template_kwargs=5)

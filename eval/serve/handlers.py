@@ -15,7 +15,15 @@ from transformers.utils.chat_parsing import ResponseParser
 from .asked import Asked, current_request
 from .http import with_whole_errors
 from .likelihoods import Likelihood, of_chat, of_completion
-from .request_checks import check_body, check_conversation, check_names, check_several, check_stop, check_tools
+from .request_checks import (
+    check_body,
+    check_conversation,
+    check_names,
+    check_several,
+    check_stop,
+    check_tools,
+    read_arguments,
+)
 from .several import all_or_none, joined, one_by_one
 from .shared_generation import SharedGenerateManager, bad_request
 from .stop_texts import StopTexts
@@ -134,9 +142,12 @@ class Chat(TakesDepth, ChatCompletionHandler):
             raise bad_request(ValueError("this model's tokenizer has no chat template: use /v1/completions"))
         try:
             check_conversation(body.get("messages"))
+            read_arguments(body["messages"])
             check_tools(body.get("tools"), self.model_manager.tokenizer.chat_template)
         except ValueError as error:
             raise bad_request(error) from error
+        if body.get("chat_template_kwargs") is None:
+            body.pop("chat_template_kwargs", None)
         return await super().handle_request(body, request_id)
 
 

@@ -253,6 +253,22 @@ def check_conversation(turns: Any):
             raise ValueError(f"a part of type {kind!r} is not served: this model reads parts of type 'text'")
 
 
+def read_arguments(turns: list[dict]):
+    """Read the arguments of earlier tool calls, which are texts that hold JSON; an empty one holds none."""
+    for calls in (turn.get("tool_calls") or [] for turn in turns):
+        functions = [call.get("function") or call for call in calls] if is_list_of(dict, calls or [{}]) else [None]
+        if not all(isinstance(function, dict) and "arguments" in function for function in functions):
+            raise ValueError(f"tool_calls={calls!r} must be a list of functions, each with a name and arguments")
+        for function in (each for each in functions if isinstance(each["arguments"], str)):
+            text = function["arguments"]
+            try:
+                function["arguments"] = json.loads(text or "{}")
+            except (ValueError, RecursionError) as error:
+                raise ValueError(
+                    f"arguments={text!r} of a tool call must be a text that holds JSON: {error}"
+                ) from None
+
+
 def is_conversation(turns: Any) -> bool:
     return (
         isinstance(turns, list)
