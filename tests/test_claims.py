@@ -597,6 +597,16 @@ def test_numbers_of_the_readout_by_hand():
         assert number(content) == pytest.approx(expected)
 
 
+def test_losses_of_table_2_are_means_over_the_loops_that_have_one():
+    """As the release counts them: by hand, 2.5 in the mean over four loops, beside 2.25 after the last."""
+    losses = {"1": 3.0, "2": 2.75, "3": 2.0, "4": 2.25}
+    content = readout_seed(per_loop_raw={"loss_at": losses}, terminal_raw={"loss_at": losses | {"4": 2.125}})
+    made_up = {"command": "looped claims run", "commit": "abc", "seeds": {"0": content}}
+    (claim,) = (c for c in readout.of_table_2(TRAINED) if c.says.startswith("behind a raw readout a loss at every"))
+    assert claim.read(made_up).value == pytest.approx(2.5 - 2.125)
+    assert claim.number.startswith("mean over loops of the loss of per loop raw less loss of terminal raw")
+
+
 def test_claims_of_both_trainings_are_counted_at_the_longer_one():
     """And results/README.md tells how many verdicts the shorter one gives otherwise."""
     short = [

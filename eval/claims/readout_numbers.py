@@ -4,6 +4,7 @@ seed."""
 import math
 from collections.abc import Callable, Iterable
 from functools import partial
+from statistics import fmean
 from typing import NamedTuple
 
 from .definition import BETTER_THAN_FREQUENCIES, Claim, each_seed, loss_of
@@ -91,6 +92,22 @@ def loss_at(content: dict, system: str, depth: int = 4) -> float:
     """Return the loss of a system after `depth` loops, infinite if the run diverged."""
     run = run_of(content, system)
     return loss_of(run) if depth == 4 or run["loss"] is None else run["loss_at"][str(depth)]
+
+
+def loss_in_table_2(content: dict, system: str) -> float:
+    """Return the loss of which the release's perplexity is exp: the mean over loops where every loop has a loss, else
+    that of the last loop."""
+    depths = range(1, 5) if has_loss_at_every_loop(system) else (4,)
+    return fmean(loss_at(content, system, depth) for depth in depths)
+
+
+def has_loss_at_every_loop(system: str) -> bool:
+    return system.startswith("per_loop_")
+
+
+def table_2_loss_more(first: str, second: str) -> Number:
+    """Loss of the first system minus that of the second, each as table 2 counts it."""
+    return lambda content: loss_in_table_2(content, first) - loss_in_table_2(content, second)
 
 
 def least_loss_more(first: str, second: str) -> Number:
