@@ -66,6 +66,7 @@ from looped_recipes.common.token_losses import next_token_losses
 from modeling_looped import LoopedConfig, LoopedForCausalLM
 from tests.helpers import run_of, tiny_model, tiny_tokenizer
 from tests.helpers_processes import import_paths
+from tests.helpers_recipes import RECIPES, runs_of_sweep
 
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -673,6 +674,15 @@ def test_gradients_that_swing_and_runs_that_collapse():
     assert collapsed.value == pytest.approx(2 / 12) and collapsed.seeds == 12
     # of three of three runs, by hand: the lowest share is the third root of 0.025
     assert fully_looped.share_of_runs(True, ("lt",), (3,))(content).low == pytest.approx(0.025 ** (1 / 3))
+
+
+def test_figure_4_has_the_systems_of_its_sweep():
+    """All but FLT, which trains there: LT, whose collapse is figure 2's, LT_i and LT_ai; FLT_res is not among them."""
+    presets = [run.recipe.model["preset"] for run in runs_of_sweep(RECIPES / "fully_looped/figure_4.sweep.yaml")]
+    runs = [{"model.preset": preset, "loss": 6.0 if preset == "flt" else 7.0} for preset in presets]
+    content = {"seeds": {"0": {"runs": runs, "loss_of_frequencies": 6.6}}}
+    (claim,) = (claim for claim in fully_looped.collapse_claims() if claim.where == "figure 4")
+    assert claim.read(content)[::3] == (0.0, len({*presets} - {"lt", "flt"}))
 
 
 def test_what_loops_gain_where_they_are_used():
