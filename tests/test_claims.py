@@ -208,6 +208,7 @@ def test_what_no_paper_claims_is_not_counted(tmp_path):
     rows = ledger.ledger([Paper("A paper", [], [claim_of(AtMost(0.1))]), ours], tmp_path)
     assert ledger.said(rows) == "0 of 1 claims that were measured agree; 1 disagree."
     assert "- Ours: 2 of 2 agree" in ledger.markdown(rows)
+    assert '\n\nIt covers 1 paper: "A paper". What the papers of Huginn' in ledger.markdown(rows)
 
 
 def test_the_interval_of_a_ratio_of_spreads():
@@ -608,6 +609,18 @@ def test_losses_of_table_2_are_means_over_the_loops_that_have_one():
     assert claim.number.startswith("mean over loops of the loss of per loop raw less loss of terminal raw")
 
 
+def test_probes_that_seeds_lack_are_not_reachable_until_they_are_measured(tmp_path):
+    lacking = [claim for claim in readout.of_the_mechanism(TRAINED) if claim.without]
+    assert [claim.where for claim in lacking] == ["table 10", "section 5, table 12"]
+    probed = {"p99_over_median_norm": 10.0, "update": 200.0}, {"p99_over_median_norm": 2.0, "update": 2.0}
+    for probes_of, verdicts in ((({}, {}), ["not reachable here"] * 2), (probed, ["open"] * 2)):
+        normed, raw = ({"loss_at": {"4": 2.0}, "probes": each} for each in probes_of)
+        made_up(tmp_path, [readout_seed(per_loop_rmsnorm=normed, per_loop_raw=raw)])
+        rows = [row(Paper("A paper"), claim, tmp_path) for claim in lacking]
+        assert [one.verdict for one in rows] == verdicts
+    assert [one.estimate.value for one in rows] == pytest.approx([1.0, 2.0])  # log10 of 10, and of 200 over 2
+
+
 def test_claims_of_both_trainings_are_counted_at_the_longer_one():
     """And results/README.md tells how many verdicts the shorter one gives otherwise."""
     short = [
@@ -778,6 +791,9 @@ def test_the_interval_of_a_fit():
     found = {"slope": 1.0, "standard_error": 0.1, "points": 7}
     assert with_interval_of_fit(found, 2) == pytest.approx((1.0, 1.0 - 0.25706, 1.0 + 0.25706, 2), abs=1e-4)
     assert with_interval_of_fit({"slope": None, "why": "a run diverged"}, 2) is None
+    falls = {"unshared": {"linear": {"slope": {"last_step": found | {"slope": -1.0}}}}, "seeds": 2}
+    estimate = residual_scaling.fall_of_unshared({"result": falls}, "linear")
+    assert estimate == pytest.approx((1.0, 1.0 - 0.25706, 1.0 + 0.25706, 2), abs=1e-4)
 
 
 def test_updates_of_each_step(monkeypatch):

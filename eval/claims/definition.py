@@ -36,6 +36,11 @@ class Beyond:
     why: str
 
 
+LARGER = "ours are smaller than all of its models, and are compared with the smallest"
+NO_CORE = "models of this size and training answer no task of CORE above chance"
+NO_SIX_TASKS = "models of this size and training answer none of the six tasks above chance"
+
+
 class Figure(NamedTuple):
     source: str
     draw: Callable[[dict], list[Chart]]  # charts of our numbers, and of the paper's where its text gives them

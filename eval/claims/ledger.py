@@ -5,6 +5,7 @@ from pathlib import Path
 
 from looped_eval.common.page import Charts, Finding, Folded, Section, Table, Text, in_markdown, to_html
 from looped_recipes.common.files import write_whole
+from looped_recipes.common.words import counted
 
 from .definition import Beyond, Paper, Row, load, row
 from .rules import (
@@ -70,6 +71,15 @@ def of_each_paper(rows: list[Row]) -> dict[str, list[Row]]:
     return found
 
 
+def covered(rows: list[Row]) -> str:
+    """Say whose claims are in the ledger, in a sentence."""
+    titles = [title for title, own in of_each_paper(rows).items() if own[0].paper.is_published]
+    quoted = ", ".join(f'"{title}"' for title in titles)
+    return (
+        f"It covers {counted(len(titles), 'paper')}: {quoted}. What the papers of Huginn and Ouro claim is not in it."
+    )
+
+
 def summary(rows: list[Row]) -> Table:
     """Return the counts of verdicts, one line per paper."""
     counts = {title: Counter(one.verdict for one in own) for title, own in of_each_paper(rows).items()}
@@ -111,7 +121,13 @@ def sources(rows: list[Row]) -> Table:
 
 
 def markdown(rows: list[Row]) -> str:
-    parts = ["# The papers' claims, measured again", f"**{said(rows)}**", in_short(rows), in_markdown(HOW)]
+    parts = [
+        "# The papers' claims, measured again",
+        f"**{said(rows)}**",
+        covered(rows),
+        in_short(rows),
+        in_markdown(HOW),
+    ]
     parts.append("Made by `looped claims`; the page with the curves is [claims/index.html](claims/index.html).")
     for title, own in of_each_paper(rows).items():
         parts += [f"## {title}", Table(HEAD, [cells(one) for one in own]).markdown()]
@@ -121,7 +137,7 @@ def markdown(rows: list[Row]) -> str:
 
 
 def sections(papers: list[Paper], rows: list[Row], results: Path) -> list[Section]:
-    found = [Section("Summary", [summary(rows), Text(HOW)])]
+    found = [Section("Summary", [Text(covered(rows)), summary(rows), Text(HOW)])]
     for paper in papers:
         own = [one for one in rows if one.paper.title == paper.title]
         drawn = [(figure, load(results, figure.source)) for figure in paper.figures]

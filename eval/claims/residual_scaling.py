@@ -203,6 +203,11 @@ def slope_of_unshared(content: dict, rule: str) -> Estimate | None:
     return with_interval_of_fit(result["unshared"][rule]["slope"]["last_step"], result["seeds"])
 
 
+def fall_of_unshared(content: dict, rule: str) -> Estimate | None:
+    found = slope_of_unshared(content, rule)
+    return found and Estimate(-found.value, -found.high, -found.low, found.seeds)
+
+
 def claims_after_steps() -> list[Claim]:
     shared, apart = "width 96, 2 layers, N = 1 to 64", "width 64, L = 1 to 64 layers; the mean of three seeds"
     said = "slope of log R on log"
@@ -218,6 +223,8 @@ def claims_after_steps() -> list[Claim]:
               f"{said} L {fitted}", apart, BLOCK, partial(slope_of_unshared, rule="none"), Near(0.5, BAND)),
         Claim("figure 2 b", "and stays under eps = 1/sqrt(L)",
               f"{said} L {fitted}", apart, BLOCK, partial(slope_of_unshared, rule="sqrt"), Near(0.0, BAND)),
+        Claim("workshop version, section 3.1", "and falls under eps = 1/L, which damps too much",
+              f"fall of log R on log L {fitted}", apart, BLOCK, partial(fall_of_unshared, rule="linear"), Effect()),
     ]  # fmt: skip
 
 

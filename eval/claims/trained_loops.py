@@ -47,6 +47,8 @@ def after_training_claims() -> list[Claim]:
         claim("figure 6", "the last loop's increment is correlated less",
               "mean cosine of two but the last less that of each with the last, 8 loops",
               lambda c: before_the_last(c, 8) - with_the_last(c, 8), Effect()),
+        claim("section 5.4, figure 6", "with the others it has cosines near 0 or mildly negative",
+              "mean cosine of each with the last, 8 loops", lambda c: with_the_last(c, 8), AtMost(0.1, 0.0)),
         claim("figure 7", "the last norm is about the same for 2, 4 and 8 loops",
               "largest norm of the last state over the least", spread_of_norms, AtMost(1.25, 1.0)),
     ]  # fmt: skip
