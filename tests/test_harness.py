@@ -650,6 +650,8 @@ def test_command(model, tasks, expected, tmp_path, monkeypatch, capsys):
         folder = tmp_path / f"out/loops_{depth}"
         (results,) = [json.loads(path.read_text()) for path in folder.rglob("results_*.json")]
         assert results["config"]["model_args"]["num_loops"] == results["config"]["num_loops"] == depth
+        assert results["versions"] == expected[depth]["versions"] and "torch" in results["package_versions"]
+        assert {*expected[depth]} - {"samples"} <= {*results}
         for task in TASKS:
             assert len(read(folder, f"samples_{task}_*.jsonl")) == len(task_documents()[task])
             assert values(results, task) == pytest.approx(values(expected[depth], task), rel=1e-5)

@@ -127,7 +127,9 @@ def results_by_depth(lm: LoopedLM, model_args: dict, tracker_args: dict, **optio
         if results is None:
             continue
         results["config"]["model"] = tracker.general_config_tracker.model_source = "looped"
-        results |= provenance()
+        made_by = provenance()
+        made_by["package_versions"] = made_by.pop("versions")  # lm-eval's `versions` are those of the tasks
+        results |= made_by
         samples = results.pop("samples", None)
         if lm.rule is not None:
             add_loops(lm, results["results"], samples or {})
