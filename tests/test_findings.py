@@ -1,5 +1,7 @@
 """The sentences that pages begin with say what the numbers say."""
 
+import itertools
+import math
 import random
 
 import pytest
@@ -222,6 +224,22 @@ def test_no_depth_is_best_where_all_are_the_same():
     assert best_point("hop acc", {"": same}) == "hop acc is 0.0000 at every depth"
     assert best_point("loss", {"a": same, "b": same}) == "loss is 0.0000 at every depth of every model"
     assert best_point("loss", {"": {1: (1.0, 0.1), 2: (0.5, 0.1)}}) == "loss is lowest at 2 loops (0.5000)"
+
+
+def test_a_value_that_is_nan_is_neither_best_nor_worst():
+    """Wherever it stands among the others. A model may have a single number, or none."""
+    nan, values = (math.nan, math.nan), {"a": (0.5, None), "b": (0.6, None)}
+    for order in itertools.permutations(["a", "b", "broken"]):
+        points = {series: {1: values[series], 2: nan} if series in values else {1: nan, 2: nan} for series in order}
+        of_nan = ", ".join(f"for {each} at {'2 loops' if each in values else '1, 2 loops'}" for each in order)
+        assert best_depths({"acc": points}) == f"acc is highest for b at 1 loop (0.6000), but nan {of_nan}."
+        assert best_depths({"loss": points}) == f"loss is lowest for a at 1 loop (0.5000), but nan {of_nan}."
+    assert best_depths({"acc": {"": {1: nan, 2: (0.5, 0.1), 4: (0.6, 0.1)}}}) == (
+        "acc is 0.6000 ± 0.1000 at best, at 4 loops, and nowhere clearly worse, but nan at 1 loop."
+    )
+    one = {"broken": {1: nan}, "a": {1: (0.5, None)}}
+    assert best_depths({"loss": one}) == "loss is 0.5000 for a at 1 loop, but nan for broken at 1 loop."
+    assert best_depths({"loss": {"a": {1: nan, 2: nan}, "b": {1: nan}}}) == "loss is nan everywhere."
 
 
 def test_how_far_apart_chance_puts_two_points():

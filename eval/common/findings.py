@@ -32,7 +32,9 @@ def best_depths(
     """
     known = more_is_better or {}
     measures = [name for name in curves if not name.startswith("mean loops") and not says_the_same(name, curves)]
-    said = "; ".join(best_point(name, curves[name], known.get(name), folders) for name in measures[:MOST])
+    said = "; ".join(
+        best_point(name, curves[name], known.get(name), folders) + where_nan(curves[name]) for name in measures[:MOST]
+    )
     rest = f"; {len(measures) - MOST} more in the table" if len(measures) > MOST else ""
     loops = curves.get("mean loops", {})
     exits = {
@@ -50,13 +52,26 @@ def says_the_same(name: str, curves: Curves) -> bool:
     return metric in ("word_perplexity", "byte_perplexity") and f"{task} bits_per_byte" in curves
 
 
+def where_nan(of_series: dict[str, dict[int, Point]]) -> str:
+    """Return e.g. ", but nan for a at 1, 2 loops", or nothing if no value is nan, or all are."""
+    nans = {name: [depth for depth, (value, _) in of.items() if math.isnan(value)] for name, of in of_series.items()}
+    if not any(nans.values()) or nans == {name: [*of] for name, of in of_series.items()}:
+        return ""
+    places = [
+        f"{f' for {name}' if len(nans) > 1 else ''} at {counted(', '.join(map(str, depths)), 'loop')}"
+        for name, depths in nans.items()
+        if depths
+    ]
+    return f", but nan{','.join(places)}"
+
+
 def best_point(
     name: str, of_series: dict[str, dict], more_is_better: bool | None = None, folders: dict | None = None
 ) -> str:
     """Summarize one measure. If more is better, and errors are known, a depth is called best where the best and the
     worst value differ by more than chance would let any two of so many values differ, in 19 of 20 cases. Errors of
-    losses say little of their differences, which are of the same text: the lowest is named. folders: as in
-    `best_depths`.
+    losses say little of their differences, which are of the same text: the lowest is named. A value that is nan is
+    neither best nor worst. folders: as in `best_depths`.
     """
     if more_is_better is None:
         more_is_better = not LESS_IS_BETTER.search(name.replace("_", " "))
@@ -65,13 +80,16 @@ def best_point(
         (sign * value, -depth, series, error)
         for series, of in of_series.items()
         for depth, (value, error) in of.items()
+        if not math.isnan(value)
     ]
+    if not points:
+        return f"{name} is nan everywhere"
     best, worst = max(points), min(points)
     value, depth, series, error = best
     model = f" for {series}" if len(of_series) > 1 else ""
     at = f"at {counted(-depth, 'loop')}"
     if len(points) == 1:
-        return f"{name} is {sign * value:.4f} {at}"
+        return f"{name} is {sign * value:.4f}{model} {at}"
     if value == worst[0]:
         return f"{name} is {sign * value:.4f} at every depth{model and ' of every model'}"
     pairs = len(points) * (len(points) - 1) // 2
