@@ -239,6 +239,24 @@ def test_one_text_has_no_standard_error(folders, tmp_path, capsys):
     assert len(record["curves"]["bits per byte"]) == 2 and record["precision"] == {}
 
 
+def test_a_model_that_gives_no_numbers_leaves_those_of_others(folders, text, tmp_path, capsys):
+    model = LoopedForCausalLM.from_pretrained(folders[0])
+    with torch.no_grad():
+        model.get_output_embeddings().weight.fill_(math.nan)
+    model.save_pretrained(tmp_path / "broken")
+    tiny_tokenizer().save_pretrained(tmp_path / "broken")
+    arguments = [f"broken={tmp_path}/broken", f"whole={folders[0]}", "--loops", "1", "--text", text, "--device", "cpu"]
+    budget.main([*arguments, "--output", str(tmp_path / "out")])
+    record, said = json.loads((tmp_path / "out/budget.json").read_text()), capsys.readouterr().out
+    nats, _ = nats_and_tokens(folders[0], 1)
+    bits = nats / math.log(2) / sum(len(text.encode()) for text in TEXTS)
+    assert record["curves"]["bits per byte"] == {
+        "broken": {"1": [None, None]}, "whole": {"1": [pytest.approx(bits, rel=1e-5), None]}
+    }  # fmt: skip
+    assert f"bits per byte is {bits:.4f} for whole at 1 loop, but nan for broken at 1 loop; perplexity" in said
+    assert "bytes in 3 rows\n" in said and "would take" not in said
+
+
 def test_a_training_run_stands_for_its_model(folders, text, tmp_path):
     shutil.copytree(folders[0], tmp_path / "run/final")
     arguments = [f"run={tmp_path}/run", f"final={tmp_path}/run/final", "--loops", "1", "--text", text]

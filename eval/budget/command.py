@@ -142,14 +142,16 @@ def sizes_of(rows: dict[str, RowScores]) -> list[str]:
     """Say how much text was scored, and how much would reduce the standard error to half of the last digit."""
     return [
         f"{name}bits per byte: {scores.tokens.sum():,.0f} tokens and {scores.bytes.sum():,.0f} bytes in "
-        + (
-            f"{len(scores.tokens):,} rows; a standard error of {RESOLUTION} would take about "
-            f"{scores.tokens_for(RESOLUTION):,} tokens"
-            if scores.has_error
-            else "one row; a standard error needs at least two"
-        )
+        f"{rows_in_words(scores)}"
         for name, scores in rows.items()
     ]
+
+
+def rows_in_words(scores: RowScores) -> str:
+    if not scores.has_error:
+        return "one row; a standard error needs at least two"
+    rows, tokens = f"{len(scores.tokens):,} rows", scores.tokens_for(RESOLUTION)
+    return rows if tokens is None else f"{rows}; a standard error of {RESOLUTION} would take about {tokens:,} tokens"
 
 
 def measure(

@@ -37,9 +37,11 @@ class RowScores:
         difference = (self.byte_nats - other.byte_nats) / math.log(2)
         return ratio(difference, self.bytes), standard_error(difference, self.bytes)
 
-    def tokens_for(self, error: float) -> int:
-        """Estimate how many tokens of similar rows would bring the largest standard error over depths to `error`."""
-        return math.ceil(self.tokens.sum().item() * (self.bits_per_byte_error().max().item() / error) ** 2)
+    def tokens_for(self, error: float) -> int | None:
+        """Estimate how many tokens of similar rows would bring the largest standard error over depths to `error`; None
+        if the model gives no numbers at some depth."""
+        largest = self.bits_per_byte_error().max().item()
+        return math.ceil(self.tokens.sum().item() * (largest / error) ** 2) if math.isfinite(largest) else None
 
 
 def mean_of(seeds: list[RowScores]) -> RowScores:
