@@ -25,14 +25,13 @@ import numpy as np
 
 from looped_recipes.common.command_line import Parser, run_command, say_result, typed
 from looped_recipes.common.files import lines_of
-from looped_recipes.common.intervals import over_seeds, students_reach
+from looped_recipes.common.intervals import FEWEST, over_seeds, students_reach
 from looped_recipes.common.provenance import write_json
 from looped_recipes.common.words import counted
 
 
 RESAMPLES = 10_000
 LEAST_RESAMPLES = 1_000
-FEWEST = 20  # items that a verdict needs: intervals of fewer hold the difference less often than they say
 WRITTEN_AT = re.compile(r"_(\d{4}-\d\d-\d\dT[\d.-]+)$")  # time at the end of lm-eval's file names
 DEPTH = re.compile(r"loops_\d+")
 SCORES = ("candidate_nll", "gold_nll", "gold_margin", "gold_probability")

@@ -8,7 +8,7 @@ import pytest
 from scipy.stats import norm as normal
 from scipy.stats import t as student
 
-from looped_eval.common.curves import more_is_better
+from looped_eval.common.curves import more_is_better, of_few_questions
 from looped_eval.common.findings import best_depths, best_point, by_chance
 from looped_eval.diagnose import command as diagnose
 from looped_eval.diagnose import figures, page, sentences
@@ -240,6 +240,20 @@ def test_a_value_that_is_nan_is_neither_best_nor_worst():
     one = {"broken": {1: nan}, "a": {1: (0.5, None)}}
     assert best_depths({"loss": one}) == "loss is 0.5000 for a at 1 loop, but nan for broken at 1 loop."
     assert best_depths({"loss": {"a": {1: nan, 2: nan}, "b": {1: nan}}}) == "loss is nan everywhere."
+
+
+def test_few_questions_tell_no_best_depth():
+    """Where all are wrong or all are right, lm-eval's error is 0. A group has the questions of all of its tasks."""
+    results = {
+        "results": {"a": {"acc,none": 0.0, "acc_stderr,none": 0.0, "sample_len": 19}, "b": {"acc,none": 0.0}},
+        "groups": {"g": {"acc,none": 0.0, "acc_stderr,none": 0.0, "sample_len": 20}},
+    }
+    few = of_few_questions(results)
+    assert few == {"a acc"}
+    curves = {f"{task} acc": {"": {1: (0.0, 0.0), 4: (1.0, 0.0)}} for task in "ag"}
+    assert best_depths(curves, few=few) == ("a acc is highest at 4 loops (1.0000); g acc is best at 4 loops (1.0000).")
+    same = {"a acc": {"": {1: (0.4, 0.2), 4: (0.6, 0.2)}}}
+    assert best_depths(same, few=few).endswith("at best, at 4 loops, and nowhere clearly worse.")
 
 
 def test_how_far_apart_chance_puts_two_points():

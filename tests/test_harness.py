@@ -22,6 +22,7 @@ from lm_eval.config.evaluate_config import EvaluatorConfig
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
+from looped_eval.budget import command as budget
 from looped_eval.harness import command as harness
 from looped_eval.harness.looped_lm import LoopedLM
 from looped_recipes.common.command_line import parse_depths
@@ -661,6 +662,27 @@ def test_command(model, tasks, expected, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(LoopedLM, "_model_generate", lambda *_, **__: pytest.fail("generated again"))
     on_any_device = [argument for argument in arguments if argument not in ("--device", "cpu")]
     command(*on_any_device, monkeypatch=monkeypatch)
+
+
+def test_a_few_questions_tell_no_best_depth(model, tmp_path, monkeypatch, capsys):
+    """Their right answers are those that the model chooses at its deepest alone: its accuracies are 0 and 1."""
+    lm = LoopedLM(model, num_loops=[1, 4], device="cpu")
+    rows = []
+    for number in range(10):
+        question = words(random.Random(number), 5)
+        requests = [Instance("loglikelihood", {}, (question, f" {answer}"), 0, ("", 0, 1)) for answer in "abc"]
+        shallow, deep = ([answer[0] for answer in lm.at(depth).loglikelihood(requests)] for depth in (1, 4))
+        if shallow.index(max(shallow)) != deep.index(max(deep)):
+            rows.append({"question": question, "choices": ["a", "b", "c"], "answer": deep.index(max(deep))})
+    config = {**task_configs(tmp_path)["letter"], "num_fewshot": 0, "metric_list": [{"metric": "acc"}]}
+    (tmp_path / "letter.yaml").write_text(json.dumps(config))
+    (tmp_path / "letter.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = ["--tasks", "letter", "--include_path", str(tmp_path), "--device", "cpu"]
+    arguments = f"pretrained={model},num_loops=1,4"
+    command("--model", "looped", "--model_args", arguments, *options, monkeypatch=monkeypatch)
+    assert "letter acc is highest at 4 loops (1.0000)." in capsys.readouterr().out
+    budget.main([model, "--loops", "1,4", *options, "--output", str(tmp_path / "out")])
+    assert "letter acc is highest at 4 loops (1.0000)." in capsys.readouterr().out
 
 
 def test_predictions_alone_have_no_curve(model, tasks, tmp_path, monkeypatch, capsys):

@@ -8,7 +8,7 @@ import torch
 from lm_eval.tasks import TaskManager
 from transformers import AutoTokenizer
 
-from looped_eval.common.curves import Curves, Point, draw, more_is_better, table
+from looped_eval.common.curves import Curves, Point, draw, more_is_better, of_few_questions, table
 from looped_eval.common.findings import best_depths
 from looped_eval.common.model_folder import model_folder
 from looped_eval.common.task_names import TASKS, tasks_of
@@ -156,10 +156,12 @@ def rows_in_words(scores: RowScores) -> str:
 
 def measure(
     lm: LoopedLM, args, rows: dict[str, RowScores], manager: TaskManager | None
-) -> tuple[dict[str, dict[int, Point]], dict[str, bool]]:
-    """Return {measure: {depth: (value, lm-eval's standard error or None)}} of a folder, and whether more is better."""
+) -> tuple[dict[str, dict[int, Point]], dict[str, bool], set[str]]:
+    """Return {measure: {depth: (value, lm-eval's standard error or None)}} of a folder, whether more is better, and
+    which measures are of few questions."""
     curves: Curves = {}
     better: dict[str, bool] = {}
+    few: set[str] = set()
     for name, scores in rows.items():
         curves |= row_curves(name, scores, lm.depths)
     if args.tasks:
@@ -167,7 +169,9 @@ def measure(
         options |= {"batch_size": args.batch_size, "bootstrap_iters": RESAMPLES, "log_samples": False}
         results = results_by_depth(lm, {"pretrained": lm.pretrained}, {}, **options)
         curves |= curves_of(results)
-        better = more_is_better(next(iter(results.values()))) if results else {}
+        if results:
+            first = next(iter(results.values()))
+            better, few = more_is_better(first), of_few_questions(first)
     if args.core:
         setup = {"batch_size": args.batch_size, "max_length": args.core_max_length}
         setup |= {"loops": lm.depths, "examples": args.core_examples}
@@ -175,7 +179,7 @@ def measure(
         curves["CORE"] = {"": {depth: (found["core"], None) for depth, found in scores.items()}}
         if args.six:
             curves |= six_curves(scores) | lambada_perplexity(lm, args.core, args.core_examples)
-    return {name: points[""] for name, points in curves.items()}, better
+    return {name: points[""] for name, points in curves.items()}, better, few
 
 
 def over_seeds(found: dict[str, list[dict[str, dict[int, Point]]]], of_means: bool = False) -> Curves:
@@ -276,15 +280,17 @@ def main(arguments: list[str] | None = None):
 
     found: dict[str, list] = {name: [] for name in models}
     better: dict[str, bool] = {}
+    few: set[str] = set()
     rows: dict[str, list] = {name: [] for name in models}
     for name, folders in models.items():
         for folder in folders:
             setup = {"batch_size": args.batch_size, "device": args.device, "dtype": args.dtype}
             lm = LoopedLM(folder, num_loops=depths, max_length=args.max_length, **setup)
             rows[name].append(score_rows(lm, args, texts))
-            points, of_tasks = measure(lm, args, rows[name][-1], manager)
+            points, of_tasks, of_few = measure(lm, args, rows[name][-1], manager)
             found[name].append(points)
             better |= of_tasks
+            few |= of_few
     curves = over_seeds(found)
     precision, sizes = precision_curves(rows, depths), sizes_of(next(iter(rows.values()))[0])
     tables = [table(curves), *([table(precision)] if precision else [])]
@@ -302,4 +308,4 @@ def main(arguments: list[str] | None = None):
     print(f"written: {args.output / 'budget.md'}, budget.json and budget.svg")
     first = next(iter(models.values()))[0]
     means = {name: of for name, of in over_seeds(found, of_means=True).items() if name not in per_token}
-    say_result(best_depths(means, better, found), typed("looped halting", first))
+    say_result(best_depths(means, better, found, few), typed("looped halting", first))

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from looped_recipes.common.chart import Chart, Line, named, save_charts
+from looped_recipes.common.intervals import FEWEST
 from looped_recipes.common.words import counted
 
 
@@ -47,6 +48,14 @@ def more_is_better(results: dict) -> dict[str, bool]:
         if (better := (of_tasks.get(task) or {}).get(metric.partition(" (")[0])) is not None:
             found[measure] = better
     return found
+
+
+def of_few_questions(results: dict) -> set[str]:
+    """Return the measures of tasks and groups with so few questions that lm-eval's standard errors say little: where
+    all answers are right, or all wrong, the error is 0."""
+    found = {**results["results"], **(results.get("groups") or {})}
+    few = {task for task, metrics in found.items() if metrics.get("sample_len", FEWEST) < FEWEST}
+    return {measure for measure, _ in metrics_of(results) if measure.partition(" ")[0] in few}
 
 
 def rows_over_depth(curves: Curves) -> tuple[list[int], list[list[str]]]:

@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Collection
 from statistics import NormalDist, stdev
 
 from looped_recipes.common.intervals import students_reach
@@ -24,16 +25,19 @@ def best_depths(
     curves: Curves,
     more_is_better: dict[str, bool] | None = None,
     folders: dict[str, list[dict[str, dict[int, Point]]]] | None = None,
+    few: Collection[str] = (),
 ) -> str:
     """Return e.g. "arc_easy acc is best at 4 loops (0.3125).", with the model's name if there are several models.
 
     more_is_better: the result of `curves.more_is_better`; for other measures, the name decides. folders: {series:
-    {measure: points} of each folder} if values of the curves are means of folders.
+    {measure: points} of each folder} if values of the curves are means of folders. few: `curves.of_few_questions`;
+    none of these measures is called best.
     """
     known = more_is_better or {}
     measures = [name for name in curves if not name.startswith("mean loops") and not says_the_same(name, curves)]
     said = "; ".join(
-        best_point(name, curves[name], known.get(name), folders) + where_nan(curves[name]) for name in measures[:MOST]
+        best_point(name, curves[name], known.get(name), folders, name in few) + where_nan(curves[name])
+        for name in measures[:MOST]
     )
     rest = f"; {len(measures) - MOST} more in the table" if len(measures) > MOST else ""
     loops = curves.get("mean loops", {})
@@ -66,12 +70,16 @@ def where_nan(of_series: dict[str, dict[int, Point]]) -> str:
 
 
 def best_point(
-    name: str, of_series: dict[str, dict], more_is_better: bool | None = None, folders: dict | None = None
+    name: str,
+    of_series: dict[str, dict],
+    more_is_better: bool | None = None,
+    folders: dict | None = None,
+    is_of_few: bool = False,
 ) -> str:
     """Summarize one measure. If more is better, and errors are known, a depth is called best where the best and the
     worst value differ by more than chance would let any two of so many values differ, in 19 of 20 cases. Errors of
     losses say little of their differences, which are of the same text: the lowest is named. A value that is nan is
-    neither best nor worst. folders: as in `best_depths`.
+    neither best nor worst. folders: as in `best_depths`. is_of_few: of so few questions that no depth is called best.
     """
     if more_is_better is None:
         more_is_better = not LESS_IS_BETTER.search(name.replace("_", " "))
@@ -95,11 +103,10 @@ def best_point(
     pairs = len(points) * (len(points) - 1) // 2
     at_both = [[folder[name][-each[1]][0] for folder in (folders or {}).get(each[2], [])] for each in (best, worst)]
     chance = None if None in (error, worst[3]) else by_chance(best, worst, at_both, pairs)
-    if not more_is_better or chance is None:
-        return f"{name} is {'highest' if more_is_better else 'lowest'}{model} {at} ({sign * value:.4f})"
-    if value - worst[0] < chance:
+    if more_is_better and chance is not None and value - worst[0] < chance:
         return f"{name} is {sign * value:.4f} ± {error:.4f} at best{model}, {at}, and nowhere clearly worse"
-    return f"{name} is best{model} {at} ({sign * value:.4f})"
+    extreme = "lowest" if not more_is_better else "highest" if chance is None or is_of_few else "best"
+    return f"{name} is {extreme}{model} {at} ({sign * value:.4f})"
 
 
 def by_chance(best: tuple, worst: tuple, of_folders: list[list[float]], pairs: int) -> float | None:

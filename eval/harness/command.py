@@ -21,7 +21,7 @@ from lm_eval.loggers import EvaluationTracker
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import handle_non_serializable, setup_logging
 
-from looped_eval.common.curves import Curves, chance_of, draw, metrics_of, more_is_better, table
+from looped_eval.common.curves import Curves, chance_of, draw, metrics_of, more_is_better, of_few_questions, table
 from looped_eval.common.findings import best_depths
 from looped_eval.common.model_folder import results_folder, training_run
 from looped_eval.common.task_names import TASKS, tasks_of
@@ -257,5 +257,6 @@ def main(arguments: list[str]):
         write_exits(rows, Path(config.output_path) / "exits.csv")
     show(curves, chances(curves, results), config.output_path)
     is_in_run = run is not None and Path(config.output_path).resolve().is_relative_to(run)  # where the report looks
-    found = best_depths(curves, more_is_better(next(iter(results.values()))))
+    first = next(iter(results.values()))
+    found = best_depths(curves, more_is_better(first), few=of_few_questions(first))
     say_result(found, *([typed("looped report", os.path.relpath(run))] if is_in_run else []))

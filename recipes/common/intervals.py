@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 
 LEVEL = 0.95
+FEWEST = 20  # items that a verdict needs: intervals of fewer hold the difference less often than they say
 
 
 class Estimate(NamedTuple):
