@@ -254,7 +254,7 @@ class Question:
 
 
 def read_items(file: Path, task: str, length: Callable[[str], int]) -> list[Item]:
-    questions = []
+    questions: dict[tuple, Question] = {}
     for number, line in enumerate(lines_of(file), start=1):
         if not line.strip():
             continue
@@ -269,9 +269,10 @@ def read_items(file: Path, task: str, length: Callable[[str], int]) -> list[Item
                 f"{file}, doc_id {question.sample['doc_id']}: the log-likelihood of a candidate is nan: the model "
                 "gives no numbers; evaluate another checkpoint, or leave this model out"
             )
-        questions.append(question)
+        key = question.sample["doc_id"], question.sample["doc_hash"]
+        questions.setdefault(key, question)  # lm-eval logs an item again for each further filter
     items = []
-    for question, gold in zip(questions, gold_indices(task, questions)):
+    for question, gold in zip(questions.values(), gold_indices(task, [*questions.values()])):
         lengths = np.array([max(1, length(candidate)) for candidate in question.candidates], dtype=np.float64)
         sample = question.sample
         items.append(Item(task, sample["doc_id"], sample["doc_hash"], gold, question.log_likelihoods, lengths))

@@ -314,6 +314,15 @@ def test_a_diverged_model_has_no_accuracy(tmp_path):
         read_samples(file, len)
 
 
+def test_an_item_of_several_filters_is_one(tmp_path):
+    """lm-eval logs it under each; the first is read."""
+    of_filters = [json.dumps({**json.loads(sample_line(0, wrong)), "filter": wrong}) for wrong in ("-2.0", "-0.5")]
+    other = sample_line(0).replace('"x"', '"y"')
+    (tmp_path / "samples.jsonl").write_text("\n".join([*of_filters, other]))
+    found = read_samples(tmp_path / "samples.jsonl", len)
+    assert [(item.doc_hash, item.log_likelihoods.tolist()) for item in found] == [("x", [-1, -2]), ("y", [-1, -2])]
+
+
 def test_lines_that_are_no_samples_are_named(tmp_path):
     """Records of another tool, no record at all, a line that was cut; blank lines say nothing."""
     file, sample = tmp_path / "samples.jsonl", json.loads(sample_line(0))
