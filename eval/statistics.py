@@ -46,6 +46,8 @@ class Item:
     gold: int
     log_likelihoods: np.ndarray  # [candidates]
     lengths: np.ndarray  # [candidates]
+    candidates: tuple[str, ...] = ()
+    prompt: int = 0  # hash of the contexts and candidates as the model got them
 
     @property
     def key(self) -> tuple:
@@ -123,6 +125,7 @@ def compare(first: list[Item], second: list[Item], level: float = 0.95, resample
     sides = [[of_pair[side] for of_pair in ours] for side in (0, 1)]
     means, scores = [averages(side) for side in sides], [[item_scores(item) for item in side] for side in sides]
     result = {"items": len(ours), "tasks": sorted({a.task for a, _ in ours}), "level": level, "resamples": resamples}
+    result["other_prompts"] = sum(a.prompt != b.prompt for a, b in ours)
     tasks = np.array([item.task for item in sides[0]])
     for name in (*ACCURACIES, *SCORES):
         a, b = (np.array([score[name] for score in of_side]) for of_side in scores)
@@ -142,10 +145,9 @@ def compare(first: list[Item], second: list[Item], level: float = 0.95, resample
 def compare_seeds(first: list[list[Item]], second: list[list[Item]], level: float = 0.95) -> dict:
     """Return what `compare` does of the i-th seeds of two models in pairs: means over seeds, and Student's interval of
     the mean difference."""
-    for of_seed in (*first[1:], *second):
-        pair(first[0], of_seed)  # refuses other items
+    pairs = [of_pair for of_seed in (*first[1:], *second) for of_pair in pair(first[0], of_seed)]
     result = {"items": len(first[0]), "tasks": sorted({item.task for item in first[0]}), "level": level}
-    result["seeds"] = len(first)
+    result["seeds"], result["other_prompts"] = len(first), len({a.key for a, b in pairs if a.prompt != b.prompt})
     means = [[averages(of_seed) for of_seed in side] for side in (first, second)]
     for name in (*ACCURACIES, *SCORES):
         a, b = ([of_seed[name] for of_seed in side] for side in means)
@@ -174,7 +176,16 @@ def pair(first: list[Item], second: list[Item]) -> list[tuple[Item, Item]]:
             f"{len(alone)} items are in one of the two only, e.g. doc_id {doc_id} of {task}: compare runs of the same "
             f"tasks, without a --limit or with the same{'' if same_tasks else read}"
         )
-    return [(item, of_second[key]) for key, item in of_first.items()]
+    pairs = [(item, of_second[key]) for key, item in of_first.items()]
+    other = [(a, b) for a, b in pairs if (a.candidates, a.gold) != (b.candidates, b.gold)]
+    if other:
+        a, b = other[0]
+        raise ValueError(
+            f"{len(other)} of {len(pairs)} items have other candidates or another right one in one of the two, e.g. "
+            f"doc_id {a.doc_id} of {a.task}: {list(a.candidates)}, of which {a.gold} is right, counted from 0, and "
+            f"{list(b.candidates)}, of which {b.gold} is: evaluate both by the same version of the task"
+        )
+    return pairs
 
 
 # lm-eval's samples
@@ -274,8 +285,10 @@ def read_items(file: Path, task: str, length: Callable[[str], int]) -> list[Item
     items = []
     for question, gold in zip(questions.values(), gold_indices(task, [*questions.values()])):
         lengths = np.array([max(1, length(candidate)) for candidate in question.candidates], dtype=np.float64)
-        sample = question.sample
-        items.append(Item(task, sample["doc_id"], sample["doc_hash"], gold, question.log_likelihoods, lengths))
+        sample, candidates = question.sample, tuple(candidate.strip() for candidate in question.candidates)
+        prompt = hash(json.dumps([sample["arguments"][f"gen_args_{i}"] for i in range(len(candidates))]))
+        of_model = question.log_likelihoods, lengths
+        items.append(Item(task, sample["doc_id"], sample["doc_hash"], gold, *of_model, candidates, prompt))
     return items
 
 
@@ -465,6 +478,11 @@ def main(arguments: list[str] | None = None) -> dict:
             result = compare(first[0], second[0][0], options.level, options.resamples)
         print(table(result))
         found = difference_in_words(result)
+        if result["other_prompts"]:
+            found += (
+                f" Of {counted(result['items'], 'item')}, {result['other_prompts']} had other prompts in one of the "
+                "two, such as other shots or a chat template: the difference is of these, too."
+            )
         then = [] if options.output else [f"{options.command} --output statistics.json"]
     if options.output:
         write_json(options.output, result, options.command)

@@ -361,6 +361,37 @@ def test_files_that_were_renamed_are_of_tasks_of_these_names(tmp_path):
         statistics.main([str(tmp_path / f"{name}.jsonl") for name in ("first", "more/first")])
 
 
+def test_items_that_were_asked_otherwise(tmp_path, capsys):
+    """Other prompts are told, and other candidates or answers refused. What acc_mutual_info asks is no prompt."""
+
+    def samples(name: str, candidates=(" c", " d"), contexts="aaa", gold=0) -> str:
+        asked = zip(contexts, candidates)
+        arguments = {f"gen_args_{i}": {"arg_0": context, "arg_1": text} for i, (context, text) in enumerate(asked)}
+        responses = [[str(-1.0 - i), "False"] for i in range(len(candidates))]
+        sample = {**json.loads(sample_line(gold)), "arguments": arguments, "filtered_resps": responses}
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "samples_t_2026-01-01T10-00-00.jsonl").write_text(json.dumps(sample) + "\n")
+        return str(tmp_path / name)
+
+    one, again = samples("one"), samples("again", (" c", " d", " c", " d"), ("a", "a", "", ""))
+    others = [samples("shots", contexts=["b a", "b a"]), samples("template", ("c", "d"))]
+    for second, count in ((again, 0), *((other, 1) for other in others)):
+        assert statistics.main([one, second])["other_prompts"] == count
+        assert ("Of 1 item, 1 had other prompts in one of the two" in capsys.readouterr().out) == bool(count)
+    assert statistics.main([f"{one},{again}", ",".join(others)])["other_prompts"] == 1
+    assert "Of 1 item, 1 had other prompts" in capsys.readouterr().out
+
+    for second, message in (
+        (samples("order", (" d", " c")), r"\['d', 'c'\], of which 0 is: "),
+        (samples("more", (" c", " d", " e")), r"\['c', 'd', 'e'\], of which 0 is: "),
+        (samples("key", gold=1), r"\['c', 'd'\], of which 1 is: evaluate both by the same version of the task$"),
+    ):
+        with pytest.raises(
+            ValueError, match=rf"1 of 1 .* doc_id 0 of t: \['c', 'd'\], of which 0 is right, .*{message}"
+        ):
+            statistics.main([one, second])
+
+
 def test_folders_without_choices(runs, tmp_path):
     out = runs[0]
     with pytest.raises(ValueError, match="run lm-eval with --log_samples"):
