@@ -574,29 +574,36 @@ def test_numbers_of_the_readout_by_hand():
     normed = {"radial_fraction": 2e-8, "radial_fraction_of_first": 2e-5, "growth_per_loop": 50.0}
     normed |= {"halting": {"loops": 1.0, "perplexity_ratio": 1.0}, "loss_by_loop": [3, 3, 3, 2.75, 3, 3, 3, 2.5]}
     content = readout_seed(
-        raw={"loss_at": {"1": 3.0, "2": 2.75, "3": 2.25, "4": 2.0}, "probes": raw},
-        normed={"loss_at": {"1": 2.5, "2": 3.0, "3": 3.0, "4": 2.75}, "probes": normed},
+        per_loop_raw={"loss_at": {"1": 3.0, "2": 2.75, "3": 2.25, "4": 2.0}, "probes": raw},
+        per_loop_rmsnorm={"loss_at": {"1": 2.5, "2": 3.0, "3": 3.0, "4": 2.75}, "probes": normed},
     )
-    n = readout_numbers
+    n, raw, normed = readout_numbers, "per_loop_raw", "per_loop_rmsnorm"
     by_hand = [
-        (n.gap("raw"), 1.0),
-        (n.gap("raw", 2), 0.75),
-        (n.gap_beyond("raw", "normed"), 0.75),  # the normed one loses 0.25, which counts as a change
-        (n.loss_more("normed", "raw"), 0.75),
-        (n.loss_more("normed", "raw", 1), -0.5),
-        (n.least_loss_more("normed", "raw"), -0.5),
-        (n.probe_ratio("radial_fraction", "raw", "normed"), 7.0),
-        (n.probe_ratio("growth_per_loop", "normed", "raw"), 2.0),
-        (n.clamp_cost("raw"), -0.02),
-        (n.part_clamped("raw"), 0.25),
-        (n.radial_fractions_of_loops("normed"), 3.0),
-        (n.logarithm(n.mean_over_median("raw")), 2.0),
-        (n.more_halting_loops("raw", "normed"), 1.5),
-        (n.cost_of_halting(("raw", "normed")), 2.0),
-        (n.change_beyond_trained_depth("normed"), -0.25),
+        (n.gap(raw), 1.0),
+        (n.gap(raw, 2), 0.75),
+        (n.loss_more(normed, raw), 0.75),
+        (n.loss_more(normed, raw, 1), -0.5),
+        (n.least_loss_more(normed, raw), -0.5),
+        (n.probe_ratio("radial_fraction", raw, normed), 7.0),
+        (n.probe_ratio("growth_per_loop", normed, raw), 2.0),
+        (n.radial_fractions_of_loops(normed), 3.0),
+        (n.more_halting_loops(raw, normed), 1.5),
+        (n.cost_of_halting((raw, normed)), 2.0),
+        (n.change_beyond_trained_depth(normed), -0.25),
     ]
     for number, expected in by_hand:
         assert number(content) == pytest.approx(expected)
+    of_claims = {
+        "CE(1) - CE(4), per loop raw less": 0.75,  # the normed one loses 0.25, which counts as a change
+        "log10 of mean over median, per loop raw": 2.0,
+        "part of the norm, per loop raw": 0.25,
+        "loss with the scale held less that without, per loop raw": -0.02,
+        "mean loops, per loop rmsnorm": 1.0,
+    }
+    claims = [*readout.about_four(TRAINED), *readout.of_halting(TRAINED)]
+    for begins, expected in of_claims.items():
+        (claim,) = (claim for claim in claims if claim.number.startswith(begins))
+        assert claim.read({"seeds": {"0": content}}).value == pytest.approx(expected)
 
 
 def test_losses_of_table_2_are_means_over_the_loops_that_have_one():

@@ -12,21 +12,16 @@ from .functions import result_of
 from .readout_numbers import (
     Trained,
     change_beyond_trained_depth,
-    clamp_cost,
     cost_of_halting,
     gap,
-    gap_beyond,
-    halting_loops,
     has_loss_at_every_loop,
     least_loss_more,
     logarithm,
     loss_at,
     loss_more,
-    mean_over_median,
     more_halting_loops,
     norm,
     norm_ratio,
-    part_clamped,
     probe,
     probe_ratio,
     radial_fractions_of_loops,
@@ -129,7 +124,7 @@ def of_depth(trained: Trained) -> list[Claim]:
         ),
         claim("table 5, table 11", "and loops behind a normed one change nothing: 5.58 and 5.59 perplexity",
               f"CE(1) - CE(4), {worded(raw)} less the size of that of {worded(normed)} (the paper's 44M)",
-              gap_beyond(raw, normed), Effect(math.log(5.14 / 4.94) - math.log(5.59 / 5.58))),
+              lambda c: gap(raw)(c) - abs(gap(normed)(c)), Effect(math.log(5.14 / 4.94) - math.log(5.59 / 5.58))),
         claim("table 5, section 6", "after one loop a raw readout is 0.30 perplexity below a normed one",
               f"loss after one loop, {worded(normed)} less {worded(raw)} (the paper's 129M)",
               loss_more(normed, raw, 1), Effect(math.log(4.98 / 4.68))),
@@ -175,7 +170,8 @@ def of_the_mechanism(trained: Trained) -> list[Claim]:
               lambda c: -probe(c, "terminal_raw", growth), Effect(0.02)),
         *(
             claim("table 10", says, f"log10 of mean over median, {worded(system)} (the paper's 44M)",
-                  logarithm(mean_over_median(system)), Effect(math.log10(mean / median)))
+                  logarithm(partial(probe, system=system, name="mean_over_median_norm")),
+                  Effect(math.log10(mean / median)))
             for system, mean, median, says in (
                 (normed, 63347, 2986,
                  "with a loss at every loop few tokens drift far: the mean norm is 21 times the median"),
@@ -184,8 +180,8 @@ def of_the_mechanism(trained: Trained) -> list[Claim]:
         ),
         claim("table 10", "with a loss at the last loop alone all tokens drift alike behind a normed readout: mean "
                           "and median are the same to 3 %",
-              "mean over median, terminal rmsnorm (the paper's 44M)", mean_over_median("terminal_rmsnorm"),
-              AtMost(1.1, 1.03)),
+              "mean over median, terminal rmsnorm (the paper's 44M)",
+              lambda c: probe(c, "terminal_rmsnorm", "mean_over_median_norm"), AtMost(1.1, 1.03)),
         claim("table 10",
               "with a loss at every loop behind a normed readout the 99th percentile of norms is 115 times the "
               "median, and the largest 126 times",
@@ -215,14 +211,14 @@ def of_the_clamp(trained: Trained, kind: str, system: str, ratio: float, cost: f
             "table 4",
             f"to hold the scale after the first loop takes away {part:.0%} of the norm behind a {kind} readout",
             f"part of the norm, {worded(system)} (the paper's 44M)",
-            part_clamped(system),
+            lambda c: 1 - probe(c, system, "clamp_norm_ratio"),
             Effect(part),
         ),
         trained.claim(
             "table 4",
             f"and costs next to nothing behind it: {cost} nats",
             f"loss with the scale held less that without, {worded(system)} (the paper's 44M: {cost})",
-            clamp_cost(system),
+            lambda c: probe(c, system, "clamp_cost"),
             AtMost(COST_OF_CLAMP, cost),
         ),
     ]
@@ -236,7 +232,8 @@ def of_halting(trained: Trained) -> list[Claim]:
     halted = (normed, *others)
     return [
         claim("halting within 1 % of perplexity takes 1.00 loops behind a normed readout",
-              f"mean loops, {worded(normed)} (the paper's 44M)", halting_loops(normed), AtMost(1.05, 1)),
+              f"mean loops, {worded(normed)} (the paper's 44M)", lambda c: probe(c, normed, "halting")["loops"],
+              AtMost(1.05, 1)),
         *(
             claim(f"with {name} it takes {mean} loops",
                   f"mean loops: {worded(system)} less {worded(normed)} (the paper's 44M)",

@@ -120,11 +120,6 @@ def gap(system: str, depth: int = 1) -> Number:
     return lambda content: loss_at(content, system, depth) - loss_at(content, system)
 
 
-def gap_beyond(system: str, other: str) -> Number:
-    """CE(1) - CE(4) of a system minus the absolute value of that of another system."""
-    return lambda content: gap(system)(content) - abs(gap(other)(content))
-
-
 def probe(content: dict, system: str, name: str):
     return content["probes"][sound_run_of(content, system)["name"]][name]
 
@@ -134,24 +129,9 @@ def probe_ratio(name: str, above: str, below: str) -> Number:
     return lambda content: math.log10(abs(probe(content, above, name) / probe(content, below, name)))
 
 
-def mean_over_median(system: str) -> Number:
-    """Mean of the tokens' norms over their median."""
-    return lambda content: probe(content, system, "mean_over_median_norm")
-
-
 def logarithm(number: Number) -> Number:
     """Log10 of a number."""
     return lambda content: math.log10(number(content))
-
-
-def clamp_cost(system: str) -> Number:
-    """Change of the loss by the clamp."""
-    return lambda content: probe(content, system, "clamp_cost")
-
-
-def part_clamped(system: str) -> Number:
-    """Part of the norm that the clamp removes."""
-    return lambda content: 1 - probe(content, system, "clamp_norm_ratio")
 
 
 def radial_fractions_of_loops(system: str) -> Number:
@@ -160,12 +140,8 @@ def radial_fractions_of_loops(system: str) -> Number:
     return lambda content: math.log10(probe(content, system, first) / probe(content, system, last))
 
 
-def halting_loops(system: str) -> Number:
-    return lambda content: probe(content, system, "halting")["loops"]
-
-
 def more_halting_loops(first: str, second: str) -> Number:
-    return lambda content: halting_loops(first)(content) - halting_loops(second)(content)
+    return lambda content: probe(content, first, "halting")["loops"] - probe(content, second, "halting")["loops"]
 
 
 def cost_of_halting(systems: Iterable[str]) -> Number:
