@@ -315,12 +315,16 @@ def test_the_command_measures_and_writes(tmp_path, capsys):
     before = LoopedForCausalLM.from_pretrained(folder)  # what another calibration, or other exits, left in the folder
     vars(before.generation_config).update(exit_selection="after", exit_interval=2, prompt_loops=1, draft_loops="auto")
     before.generation_config.save_pretrained(folder)
-    halting.run(halting.parse(command(folder, "--budget", "0.05", "--min-loops", "2", "--write", "entropy")))
-    printed = capsys.readouterr().out
+    (tmp_path / "halting.json").write_text('{"command": "looped halting that"}')
+    args = halting.parse(command(folder, "--budget", "0.05", "--min-loops", "2", "--write", "entropy"))
+    halting.run(args)
+    replaced, first, *_ = (printed := capsys.readouterr().out).splitlines()
+    assert "halting.json, of `looped halting that`, will be replaced" in replaced
     amount = f"12 rows to calibrate on and 12 to measure, of 10 tokens, by 9 of 10 criteria in {LOOPS} loops"
-    assert printed.splitlines()[0] == amount  # before what takes minutes
+    assert first == amount  # before what takes minutes
     assert "gate is left out" in printed and "fixed depth" in printed
     content = json.loads((tmp_path / "halting.json").read_text())
+    assert content["command"] == args.command  # so that the same again says nothing of what it replaces
     result = content["result"]
     assert (tmp_path / "halting.svg").read_text().startswith("<svg") and (tmp_path / "halting.html").is_file()
     assert [row["loops"] for row in result["fixed"]] == list(range(1, LOOPS + 1))
@@ -392,14 +396,6 @@ def test_mean_loops_beside_budgets(tmp_path, capsys):
     assert [row["wanted_loops"] for rows in result["at_mean_loops"].values() for row in rows] == [2, 2]
     printed = capsys.readouterr().out
     assert "within 5 %" in printed and "Calibrated to 2 mean loops, entropy has" in printed
-
-
-def test_results_of_another_command_are_not_replaced_without_a_word(tmp_path, capsys):
-    folder = make_folder(tmp_path)
-    for criterion, replaces in (("kl", False), ("kl", False), ("entropy", True)):
-        halting.run(halting.parse(command(folder, "--criteria", criterion)))
-        said = capsys.readouterr().out
-        assert ("halting.json, of `" in said and "--criteria kl" in said and "will be replaced" in said) == replaces
 
 
 def test_the_command_reads_what_the_run_held_out(tmp_path, capsys):
