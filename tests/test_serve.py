@@ -132,89 +132,98 @@ def test_conversations(served):
     assert last.token_loops == loops
 
 
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        ({"num_loops": 0}, "num_loops"),
-        ({"num_loops": 10**7}, "more than the 1000 that this server runs"),
-        ({"num_loops": "deep"}, "num_loops"),
-        ({"prompt": ["a", "b"], "num_loops": [1, 2]}, r"num_loops=\[1, 2\] must be a whole number"),
-        ({"exit_criterion": "nonsense"}, "choose one of logit_margin"),
-        ({"exit_threshold": 0.5}, "without exit_criterion"),
-        ({"num_lops": 3}, "num_lops"),
-        ({"max_tokens": 200}, "max_position_embeddings=80"),
-        ({"max_tokens": 2.7}, "max_tokens=2.7 must be a whole number"),
-        ({"max_tokens": True}, "max_tokens=True must be a whole number"),
-        ({"temperature": "warm"}, "temperature='warm' must be a number"),
-        ({"top_p": 2}, "top_p=2 is no probability"),
-        ({"generation_config": {}}, "generation_config={} must be a text that holds JSON"),
-        ({"prompt": ""}, "prompt is empty"),
-        ({"prompt": 5}, "prompt=5 must be a text, the numbers of its tokens, or a list"),
-        ({"prompt": []}, r"prompt=\[\] must be a text"),
-        ({"prompt": ["a", 5]}, r"prompt=\['a', 5\] must be a text"),
-        ({"prompt": [3, 30]}, "prompt holds the token 30: this model has those from 0 to 29"),
-        ({"generation_config": "nojson"}, "generation_config='nojson' must be a text that holds JSON"),
-        ({"suffix": 5}, "suffix=5 is not served"),
-        ({"temperature": 1e-320}, "temperature=1e-320 is next to 0: pass 0"),
-        ({"n": 0}, "n=0 must be from 1 to 128"),
-        ({"n": 1.5}, "n=1.5 must be a whole number"),
-        ({"n": 65, "prompt": ["a", "b"]}, "130 answers are more than 128"),
-        ({"best_of": 2}, "best_of=2 is not served, and would have no effect: leave it out"),
-        ({"logprobs": True}, "logprobs=True must be a whole number from 0 to 20"),
-        ({"logprobs": 21}, "logprobs=21 must be a whole number from 0 to 20"),
-        ({"top_logprobs": 2}, "top_logprobs=2 is of conversations"),
-        (
-            {"logprobs": 1, "generation_config": '{"num_beams": 2}'},
-            "num_beams=2 goes without logprobs|logprobs=1 comes",
-        ),
-        ({"echo": "yes"}, "echo='yes' must be true or false"),
-        ({"seed": "one"}, "seed='one' is no integer"),
-        ({"seed": 2**63}, "seed=9223372036854775808 is no integer of 64 bits"),
-        ({"seed": 1, "temperature": 1, "draft_loops": 1}, "seed=1 goes with plain .* not with draft_loops: leave one"),
-        ({"stop": [5]}, "stop=.5. must be a text or a list of texts"),
-        ({"stop": "zz"}, "stop='zz' is not served: this model's tokenizer does not give 'abcdef' back"),
-        ({"stop": ["zz"] * 33}, "stop has 33 texts: pass up to 32"),
-        ({"stop": ["a", "z" * 257]}, "stop has a text of 257 characters: pass texts of up to 256"),
-        ({"generation_config": json.dumps({"stop_strings": ["zz"] * 33})}, "stop has 33 texts: pass up to 32"),
-        ({"generation_config": '{"stop_strings": [""]}'}, r"stop=\[''\] must be .* none of them empty"),
-        ({"logit_bias": {"a": 5}}, "logit_bias=.* must have numbers of tokens as names"),
-        ({"logit_bias": {"3": "much"}}, "logit_bias=.* and numbers as values"),
-        ({"logit_bias": {"3": 1e39}}, "logit_bias=.* from -100 to 100"),
-        ({"logit_bias": {"30": 1}}, "vocabulary size is 30, but the following tokens were being biased: .30."),
-        ({"logit_bias": {"99999999999999999999": 1}}, "vocabulary size is 30, but .* biased: .99999999999999999999."),
-        ({"generation_config": '{"sequence_bias": [[[3], 1]]}'}, "sequence_bias. has to be a .* integers and float"),
-        ({"generation_config": '{"sequence_bias": [[[3, 4]]]}'}, "sequence_bias=.* must be a list of pairs"),
-        ({"generation_config": '{"sequence_bias": [[]]}'}, "sequence_bias=.* must be a list of pairs"),
-        ({"generation_config": '{"sequence_bias": [5]}'}, "sequence_bias=.* must be a list of pairs"),
-        ({"generation_config": '{"sequence_bias": [[[3, 30], 1.0]]}'}, "vocabulary size is 30, but .* biased: .30."),
-        (
-            {"generation_config": '{"num_return_sequences": 2, "do_sample": true}'},
-            "num_return_sequences=2: say n=2 in the request",
-        ),
-        ({"generation_config": "[1]"}, "must hold an object"),
-        ({"generation_config": '{"top_kk": 1}'}, "no argument `top_kk`; did you mean `top_k`"),
-        (
-            {"generation_config": '{"eos_token_id": [3, 99999999999999999999]}'},
-            "eos_token_id=.* the tokens from 0 to 29",
-        ),
-        ({"generation_config": '{"eos_token_id": 2.5}'}, "eos_token_id=2.5: .* the tokens from 0 to 29"),
-        ({"generation_config": '{"forced_eos_token_id": 30}'}, "forced_eos_token_id=30: .* the tokens from 0 to 29"),
-        ({"generation_config": '{"bad_words_ids": [[3], [4, -1]]}'}, "bad_words_ids=.* the tokens from 0 to 29"),
-        ({"generation_config": '{"zzqq": 1}'}, "generation_config has zzqq, which nothing reads"),
-        ({"generation_config": '{"max_new_tokens": 2}'}, "max_tokens and generation_config both say how long"),
-        ({"top_k": 5}, "top_k: put it in generation_config, a text that holds JSON"),
-        ({"max_new_tokens": 5}, "max_new_tokens has the name max_tokens in a request"),
-        ({"max_tokens": 0}, "max_tokens=0 asks for nothing"),
-        ({"generation_config": '{"max_length": 200}', "max_tokens": None}, "max_position_embeddings=80"),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("stream", [False, True])
-def test_bad_requests(served, body, message, stream):
+BAD_TO_READ = [  # refused before it matters whether an answer is streamed
+    ({"num_loops": "deep"}, "num_loops"),
+    ({"prompt": ["a", "b"], "num_loops": [1, 2]}, r"num_loops=\[1, 2\] must be a whole number"),
+    ({"num_lops": 3}, "num_lops"),
+    ({"max_tokens": 2.7}, "max_tokens=2.7 must be a whole number"),
+    ({"max_tokens": True}, "max_tokens=True must be a whole number"),
+    ({"temperature": "warm"}, "temperature='warm' must be a number"),
+    ({"top_p": 2}, "top_p=2 is no probability"),
+    ({"generation_config": {}}, "generation_config={} must be a text that holds JSON"),
+    ({"prompt": 5}, "prompt=5 must be a text, the numbers of its tokens, or a list"),
+    ({"prompt": []}, r"prompt=\[\] must be a text"),
+    ({"prompt": ["a", 5]}, r"prompt=\['a', 5\] must be a text"),
+    ({"generation_config": "nojson"}, "generation_config='nojson' must be a text that holds JSON"),
+    ({"suffix": 5}, "suffix=5 is not served"),
+    ({"temperature": 1e-320}, "temperature=1e-320 is next to 0: pass 0"),
+    ({"n": 0}, "n=0 must be from 1 to 128"),
+    ({"n": 1.5}, "n=1.5 must be a whole number"),
+    ({"n": 65, "prompt": ["a", "b"]}, "130 answers are more than 128"),
+    ({"best_of": 2}, "best_of=2 is not served, and would have no effect: leave it out"),
+    ({"logprobs": True}, "logprobs=True must be a whole number from 0 to 20"),
+    ({"logprobs": 21}, "logprobs=21 must be a whole number from 0 to 20"),
+    ({"top_logprobs": 2}, "top_logprobs=2 is of conversations"),
+    ({"echo": "yes"}, "echo='yes' must be true or false"),
+    ({"seed": "one"}, "seed='one' is no integer"),
+    ({"seed": 2**63}, "seed=9223372036854775808 is no integer of 64 bits"),
+    ({"stop": [5]}, "stop=.5. must be a text or a list of texts"),
+    ({"stop": "zz"}, "stop='zz' is not served: this model's tokenizer does not give 'abcdef' back"),
+    ({"stop": ["zz"] * 33}, "stop has 33 texts: pass up to 32"),
+    ({"stop": ["a", "z" * 257]}, "stop has a text of 257 characters: pass texts of up to 256"),
+    ({"generation_config": json.dumps({"stop_strings": ["zz"] * 33})}, "stop has 33 texts: pass up to 32"),
+    ({"generation_config": '{"stop_strings": [""]}'}, r"stop=\[''\] must be .* none of them empty"),
+    ({"logit_bias": {"a": 5}}, "logit_bias=.* must have numbers of tokens as names"),
+    ({"logit_bias": {"3": "much"}}, "logit_bias=.* and numbers as values"),
+    ({"logit_bias": {"3": 1e39}}, "logit_bias=.* from -100 to 100"),
+    ({"generation_config": "[1]"}, "must hold an object"),
+    ({"generation_config": '{"top_kk": 1}'}, "no argument `top_kk`; did you mean `top_k`"),
+    (
+        {"generation_config": '{"eos_token_id": [3, 99999999999999999999]}'},
+        "eos_token_id=.* the tokens from 0 to 29",
+    ),
+    ({"generation_config": '{"eos_token_id": 2.5}'}, "eos_token_id=2.5: .* the tokens from 0 to 29"),
+    ({"generation_config": '{"forced_eos_token_id": 30}'}, "forced_eos_token_id=30: .* the tokens from 0 to 29"),
+    ({"generation_config": '{"bad_words_ids": [[3], [4, -1]]}'}, "bad_words_ids=.* the tokens from 0 to 29"),
+    ({"generation_config": '{"zzqq": 1}'}, "generation_config has zzqq, which nothing reads"),
+    ({"generation_config": '{"max_new_tokens": 2}'}, "max_tokens and generation_config both say how long"),
+    ({"top_k": 5}, "top_k: put it in generation_config, a text that holds JSON"),
+    ({"max_new_tokens": 5}, "max_new_tokens has the name max_tokens in a request"),
+    ({"max_tokens": 0}, "max_tokens=0 asks for nothing"),
+]
+BAD_TO_ANSWER = [
+    ({"num_loops": 0}, "num_loops"),
+    ({"num_loops": 10**7}, "more than the 1000 that this server runs"),
+    ({"exit_criterion": "nonsense"}, "choose one of logit_margin"),
+    ({"exit_threshold": 0.5}, "without exit_criterion"),
+    ({"max_tokens": 200}, "max_position_embeddings=80"),
+    ({"prompt": ""}, "prompt is empty"),
+    ({"prompt": [3, 30]}, "prompt holds the token 30: this model has those from 0 to 29"),
+    (
+        {"logprobs": 1, "generation_config": '{"num_beams": 2}'},
+        "num_beams=2 goes without logprobs|logprobs=1 comes",
+    ),
+    ({"seed": 1, "temperature": 1, "draft_loops": 1}, "seed=1 goes with plain .* not with draft_loops: leave one"),
+    ({"logit_bias": {"30": 1}}, "vocabulary size is 30, but the following tokens were being biased: .30."),
+    ({"logit_bias": {"99999999999999999999": 1}}, "vocabulary size is 30, but .* biased: .99999999999999999999."),
+    ({"generation_config": '{"sequence_bias": [[[3], 1]]}'}, "sequence_bias. has to be a .* integers and float"),
+    ({"generation_config": '{"sequence_bias": [[[3, 4]]]}'}, "sequence_bias=.* must be a list of pairs"),
+    ({"generation_config": '{"sequence_bias": [[]]}'}, "sequence_bias=.* must be a list of pairs"),
+    ({"generation_config": '{"sequence_bias": [5]}'}, "sequence_bias=.* must be a list of pairs"),
+    ({"generation_config": '{"sequence_bias": [[[3, 30], 1.0]]}'}, "vocabulary size is 30, but .* biased: .30."),
+    (
+        {"generation_config": '{"num_return_sequences": 2, "do_sample": true}'},
+        "num_return_sequences=2: say n=2 in the request",
+    ),
+    ({"generation_config": '{"max_length": 200}', "max_tokens": None}, "max_position_embeddings=80"),
+]
+
+
+@pytest.mark.parametrize(("body", "message"), BAD_TO_READ + BAD_TO_ANSWER, ids=str)
+def test_bad_requests(served, body, message):
+    check_refused(served, body, message)
+
+
+@pytest.mark.parametrize(("body", "message"), BAD_TO_READ[:1] + BAD_TO_ANSWER, ids=str)
+def test_bad_requests_of_streams(served, body, message):
+    check_refused(served, body, message, stream=True)
+
+
+def check_refused(served, body: dict, message: str, **options):
     _, _, client, passes, _ = served
     with pytest.raises(openai.APIStatusError, match=message) as error:
         body = {"max_tokens": 3, "prompt": "a b", **body}
-        complete(client, body.pop("prompt"), body.pop("max_tokens"), body, stream=stream)
+        complete(client, body.pop("prompt"), body.pop("max_tokens"), body, **options)
     assert error.value.status_code == 400 and error.value.body["type"] == "invalid_request_error"
     assert complete(client, "a", 2, {}).usage.completion_tokens == 2 and not passes.decoders
 
