@@ -15,7 +15,6 @@ import logging
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Collection
-from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -32,27 +31,17 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from looped_eval.common.model_folder import LONG_TEXTS
-from looped_recipes.common.checksums import LIST, checksum, read_sealed
 from looped_recipes.common.command_line import parse_depths
 from looped_recipes.common.hub import model_inside
 from modeling_looped import generator_of, register_public_formats
 from modeling_looped.checks import check_starts_from_noise
 from modeling_looped.exit_criteria import ExitRule
 
+from .answers import source_of, state_of
 from .question import check_question, join_depths, refuse_depths_in
 
 
 logger = logging.getLogger(__name__)
-
-WEIGHTS = (".safetensors", ".bin", ".gguf")
-READ_FILES = (*WEIGHTS, ".json", ".model", ".txt")  # files of a model, tokenizer or adapter that decide answers
-CHANGE_NO_ANSWER = {  # arguments of HFLM for place and speed, and those whose effect is read from the loaded model
-    "pretrained", "dtype", "mixed_precision_dtype", "max_length", "batch_size", "max_batch_size", "logits_cache",
-    "parallelize", "max_memory_per_gpu", "max_cpu_memory", "offload_folder", "tp_plan",
-}  # fmt: skip
-
-# attributes of modules that change answers where no weight changes; all but the first are of PEFT's layers
-OF_MODULES = ("training", "_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
 
 
 class Loops(NamedTuple):
@@ -88,7 +77,7 @@ class LoopedLM(HFLM):
         exit_criterion, exit_threshold, min_loops, exit_selection: as in `generate`; but a scored context exits, too.
         answers: file that stores answers, one for each process, written after every batch. An answer is recalled
             only for the same weights, classes of modules, config, tokenizer and adapter, whether `pretrained` is a
-            folder or a model, and the same arguments, except those in `CHANGE_NO_ANSWER`.
+            folder or a model, and the same arguments, except those in `answers.CHANGE_NO_ANSWER`.
         state_seed: seed of the initial state of every scored row and of every generated position; without it, that
             state is zeros.
         device: by default a GPU if there is one.
@@ -117,7 +106,7 @@ class LoopedLM(HFLM):
         if hasattr(self, "accelerator"):  # HFLM splits requests between processes only with several GPUs
             self._rank, self._world_size = self.accelerator.process_index, self.accelerator.num_processes
         self.answers = {} if answers is None else open_answers(f"{answers}_rank{self.rank}.db")
-        self._state_of_model = [] if answers is None else self._what_decides(kwargs)
+        self._state_of_model = [] if answers is None else source_of(self, kwargs)
         self._present = None  # state of the model when it was last asked
         self._hook_of_lm_eval = self.cache_hook  # that of `use_cache`, set by `simple_evaluate`
         self.cache_hook = SimpleNamespace(add_partial=self._keep_generated)  # called by HFLM
@@ -213,26 +202,10 @@ class LoopedLM(HFLM):
             )
         self._hook_of_lm_eval = cache_hook
 
-    def _what_decides(self, arguments: dict) -> list[str]:
-        """Return everything that an answer depends on, except the request. arguments: those of `HFLM`."""
-        effective = [str(x) for x in (self.model.dtype, self.mixed_precision_dtype, self.max_length)]
-        given = [f"{name}={value}" for name, value in sorted(arguments.items()) if name not in CHANGE_NO_ANSWER]
-        folders = [self.config._name_or_path, self.tokenizer.name_or_path, self.peft, self.delta]
-        folders = [Path(folder, arguments.get("subfolder") or "") for folder in folders if folder]
-        commit_hash = str(getattr(self.config, "_commit_hash", None))  # of a model on the Hub
-        return [*effective, *given, self.revision, commit_hash, *map(files_of_model, folders)]
-
     def _forget_if_changed(self):
-        """Compare the model, which may have been trained on or got another adapter, with the one that was asked last.
-
-        Weights are read, since a write through `.data` leaves no other trace. That takes less than a pass."""
-        settings = [
-            [type(module).__qualname__, *(f"{n}={vars(module)[n]}" for n in OF_MODULES if n in vars(module))]
-            for module in self.model.modules()
-        ]
-        configs = [str(self.config), str(getattr(self.model, "generation_config", None)), self.max_length]
-        state = [checksum_of_weights(self.model), settings, configs, vocabulary_of(self.tokenizer)]
-        present = hash_args("model", state)
+        """Compare the model, which may have been trained on or got another adapter, with the one that was asked
+        last."""
+        present = hash_args("model", state_of(self))
         if present != self._present and isinstance(self.answers, dict):
             self.answers.clear()
         self._present = present
@@ -585,51 +558,6 @@ def refuse_adapters_outside_layers(model):
                 "what is scored at several depths would be without it. Evaluate one depth at a time with lm-eval's "
                 "own model: --model hf --model_args pretrained=...,peft=...,num_loops=4"
             )
-
-
-def files_of_model(folder: Path) -> str:
-    """Return checksums of the weights, settings and vocabulary in a folder. Those of weights come from the list
-    written at saving, if there is one: weights are large and not edited by hand."""
-    if not folder.is_dir():
-        return ""
-    listed = read_sealed(folder / LIST)["checksums"] if (folder / LIST).is_file() else {}
-    known = {name: value for name, value in listed.items() if name.endswith(WEIGHTS)}
-    files = sorted(path for path in folder.iterdir() if path.name.endswith(READ_FILES) and path.name != LIST)
-    return " ".join(f"{path.name}:{known.get(path.name) or checksum(path)}" for path in files)
-
-
-@torch.no_grad()
-def checksum_of_weights(model: torch.nn.Module) -> list[int]:
-    """Return for each tensor of the model's state the sum of its bits, as integers, times random odd factors. It is
-    taken on the tensor's device, and exact: one element that differs always changes it."""
-    factors = torch.randint(-(2**62), 2**62, (2**20,), generator=torch.Generator().manual_seed(0)) | 1
-    sums = []
-    for tensor in (x for value in model.state_dict().values() for x in plain_tensors(value)):
-        integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(tensor.itemsize, torch.int64)
-        factors, total = factors.to(tensor.device), torch.zeros((), dtype=torch.int64, device=tensor.device)
-        for piece in tensor.detach().contiguous().flatten().view(integers).split(len(factors)):
-            total = 31 * total + (piece * factors[: len(piece)]).sum()
-        sums.append(total)
-    return [int(total) for total in sums]
-
-
-def plain_tensors(value) -> list[torch.Tensor]:
-    """Return the tensors that hold the content: those inside a sharded or quantized one; none if it was offloaded."""
-    if not isinstance(value, torch.Tensor) or value.is_meta:
-        return []
-    if hasattr(value, "__tensor_flatten__"):
-        names, _ = value.__tensor_flatten__()
-        return [inner for name in names for inner in plain_tensors(getattr(value, name))]
-    return [value]
-
-
-def vocabulary_of(tokenizer) -> list:
-    """Return what decides the tokens of a text; a fast tokenizer also holds how the last batch was padded and cut."""
-    fast = getattr(tokenizer, "backend_tokenizer", None)
-    if fast is None:
-        return [str(tokenizer), tokenizer.get_vocab()]
-    parts = json.loads(fast.to_str())
-    return [str(tokenizer), {name: part for name, part in parts.items() if name not in ("padding", "truncation")}]
 
 
 def open_answers(path: str):

@@ -1,0 +1,87 @@
+"""What an answer of a model depends on: one that was kept is recalled only where all of this is as it was."""
+
+import json
+from pathlib import Path
+
+import torch
+from lm_eval.models.huggingface import HFLM
+
+from looped_recipes.common.checksums import LIST, checksum, read_sealed
+
+
+WEIGHTS = (".safetensors", ".bin", ".gguf")
+READ_FILES = (*WEIGHTS, ".json", ".model", ".txt")  # files of a model, tokenizer or adapter that decide answers
+CHANGE_NO_ANSWER = {  # arguments of HFLM for place and speed, and those whose effect is read from the loaded model
+    "pretrained", "dtype", "mixed_precision_dtype", "max_length", "batch_size", "max_batch_size", "logits_cache",
+    "parallelize", "max_memory_per_gpu", "max_cpu_memory", "offload_folder", "tp_plan",
+}  # fmt: skip
+
+# attributes of modules that change answers where no weight changes; all but the first are of PEFT's layers
+OF_MODULES = ("training", "_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
+
+
+def source_of(lm: HFLM, arguments: dict) -> list[str]:
+    """Return what an answer depends on beside the request and `state_of`: files, commits and arguments of `HFLM`."""
+    effective = [str(x) for x in (lm.model.dtype, lm.mixed_precision_dtype, lm.max_length)]
+    given = [f"{name}={value}" for name, value in sorted(arguments.items()) if name not in CHANGE_NO_ANSWER]
+    folders = [lm.config._name_or_path, lm.tokenizer.name_or_path, lm.peft, lm.delta]
+    folders = [Path(folder, arguments.get("subfolder") or "") for folder in folders if folder]
+    commit_hash = str(getattr(lm.config, "_commit_hash", None))  # of a model on the Hub
+    return [*effective, *given, lm.revision, commit_hash, *map(files_of_model, folders)]
+
+
+def state_of(lm: HFLM) -> list:
+    """Return what an answer depends on in the loaded model, which may change between two requests.
+
+    Weights are read, since a write through `.data` leaves no other trace. That takes less than a pass."""
+    settings = [
+        [type(module).__qualname__, *(f"{n}={vars(module)[n]}" for n in OF_MODULES if n in vars(module))]
+        for module in lm.model.modules()
+    ]
+    configs = [str(lm.config), str(getattr(lm.model, "generation_config", None)), lm.max_length]
+    return [checksum_of_weights(lm.model), settings, configs, vocabulary_of(lm.tokenizer)]
+
+
+def files_of_model(folder: Path) -> str:
+    """Return checksums of the weights, settings and vocabulary in a folder. Those of weights come from the list
+    written at saving, if there is one: weights are large and not edited by hand."""
+    if not folder.is_dir():
+        return ""
+    listed = read_sealed(folder / LIST)["checksums"] if (folder / LIST).is_file() else {}
+    known = {name: value for name, value in listed.items() if name.endswith(WEIGHTS)}
+    files = sorted(path for path in folder.iterdir() if path.name.endswith(READ_FILES) and path.name != LIST)
+    return " ".join(f"{path.name}:{known.get(path.name) or checksum(path)}" for path in files)
+
+
+@torch.no_grad()
+def checksum_of_weights(model: torch.nn.Module) -> list[int]:
+    """Return for each tensor of the model's state the sum of its bits, as integers, times random odd factors. It is
+    taken on the tensor's device, and exact: one element that differs always changes it."""
+    factors = torch.randint(-(2**62), 2**62, (2**20,), generator=torch.Generator().manual_seed(0)) | 1
+    sums = []
+    for tensor in (x for value in model.state_dict().values() for x in plain_tensors(value)):
+        integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(tensor.itemsize, torch.int64)
+        factors, total = factors.to(tensor.device), torch.zeros((), dtype=torch.int64, device=tensor.device)
+        for piece in tensor.detach().contiguous().flatten().view(integers).split(len(factors)):
+            total = 31 * total + (piece * factors[: len(piece)]).sum()
+        sums.append(total)
+    return [int(total) for total in sums]
+
+
+def plain_tensors(value) -> list[torch.Tensor]:
+    """Return the tensors that hold the content: those inside a sharded or quantized one; none if it was offloaded."""
+    if not isinstance(value, torch.Tensor) or value.is_meta:
+        return []
+    if hasattr(value, "__tensor_flatten__"):
+        names, _ = value.__tensor_flatten__()
+        return [inner for name in names for inner in plain_tensors(getattr(value, name))]
+    return [value]
+
+
+def vocabulary_of(tokenizer) -> list:
+    """Return what decides the tokens of a text; a fast tokenizer also holds how the last batch was padded and cut."""
+    fast = getattr(tokenizer, "backend_tokenizer", None)
+    if fast is None:
+        return [str(tokenizer), tokenizer.get_vocab()]
+    parts = json.loads(fast.to_str())
+    return [str(tokenizer), {name: part for name, part in parts.items() if name not in ("padding", "truncation")}]
