@@ -14,18 +14,10 @@ from scipy.stats import t as student
 from scipy.stats import ttest_rel
 
 from looped_eval import statistics
+from looped_eval.common.samples import Item, Question, gold_indices, length_in, read_samples
 from looped_eval.harness.command import results_by_depth
 from looped_eval.harness.looped_lm import LoopedLM
-from looped_eval.statistics import (
-    Item,
-    Question,
-    compare,
-    compare_seeds,
-    gold_indices,
-    item_scores,
-    paired_bootstrap,
-    read_samples,
-)
+from looped_eval.statistics import compare, compare_seeds, item_scores, paired_bootstrap
 from modeling_looped import LoopedForCausalLM
 from tests.helpers import tiny_tokenizer
 from tests.helpers_harness import save_model_and_tokenizer, task_configs, task_documents
@@ -340,14 +332,14 @@ def test_lengths_in_the_tokens_of_a_run(tmp_path, monkeypatch):
     """A run's folder names its model's tokenizer; a folder that is not there is not looked for on the Hub."""
     run = tmp_path / "runs/demo"
     save_model_and_tokenizer(run / "final")
-    assert statistics.length_in(str(run))("a b c") == statistics.length_in(str(run / "final"))("a b c") == 3
+    assert length_in(str(run))("a b c") == length_in(str(run / "final"))("a b c") == 3
     monkeypatch.chdir(tmp_path)
     for name in ("runs/nosuch", "./nosuch", "no/such/run"):
         with pytest.raises(ValueError, match=f"there is no tokenizer folder '{name}'"):
-            statistics.length_in(name)
+            length_in(name)
     (tmp_path / "runs/unfinished").mkdir()
     with pytest.raises(ValueError, match="can not load tokenizer 'runs/unfinished': .*name a folder that holds a tok"):
-        statistics.length_in("runs/unfinished")
+        length_in("runs/unfinished")
 
 
 def test_files_that_were_renamed_are_of_tasks_of_these_names(tmp_path):
