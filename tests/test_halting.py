@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from looped_eval.common.model_folder import joined_tokens, unlearned_start
 from looped_eval.halting import command as halting
+from looped_eval.halting import measuring
 from looped_eval.halting.calibration import (
     Units,
     calibrate,
@@ -446,7 +447,7 @@ def test_fixed_depths_are_those_of_the_runs_validation(tmp_path, stride):
     assert sorted(rows.tolist()) == sorted(stream.unfold(0, 8, stride or 8).tolist())
     model = LoopedForCausalLM.from_pretrained(folder)
     logged = validate(Accelerator(cpu=True), model, model.config, recipe, validation)
-    learned = halting.learned_targets(rows, args.unlearned)
+    learned = measuring.learned_targets(rows, args.unlearned)
     for depth in range(1, LOOPS + 1):
         losses = at_depth(model, rows, depth, batch_size=5).losses[learned]
         assert losses.mean().item() == pytest.approx(logged[f"validation/loss_at_{depth}"], rel=1e-5)
@@ -510,7 +511,7 @@ def test_start_tokens_count_in_nothing_that_the_command_says(tmp_path, capsys):
     draws = np.random.default_rng(0).choice(changes, (4000, 8)).sum(1)  # sequences, drawn again
     spread = row["ratio"] * (draws[:, 0] / draws[:, 1]).std() * math.sqrt(8 / 7)
     assert row["ratio_error"] == pytest.approx(spread, rel=0.05)
-    flops = [halting.flops_per_token(model.config, 7, *of) for of in ((4, 1), 2 * (means["calibrated_loops"],))]
+    flops = [measuring.flops_per_token(model.config, 7, *of) for of in ((4, 1), 2 * (means["calibrated_loops"],))]
     assert row["calibrated_speedup"] == pytest.approx(flops[0] / flops[1], rel=1e-4)  # it is read after each loop
     full = content["result"]["fixed"][-1]["perplexity"]
     assert f"note: at 4 loops perplexity is {full:.2f}, but 2.72 in the last validation" in capsys.readouterr().out
@@ -536,7 +537,7 @@ def test_what_the_command_says_is_what_each_sequence_alone_gives(tmp_path, monke
         seconds = {key: key if isinstance(key, int) else 0.5 for key in functions}
         return seconds, {key: function() for key, function in functions.items()}
 
-    monkeypatch.setattr(halting, "least_seconds", timed)
+    monkeypatch.setattr(measuring, "least_seconds", timed)
     folder = make_folder(tmp_path)
     args = halting.parse(command(folder, "--criteria", "logit_margin", "--budget", "0.5"))
     halting.run(args)
@@ -692,10 +693,10 @@ def test_what_exits_save_is_reckoned_as_training_reckons_it(shared):
     """Loops that share keys and values make none of them; each readout beyond the one at the end is coda and head."""
     outer = {"num_prelude_layers": 1, "num_coda_layers": 1, "injection": "add"}
     config = tiny_model(num_loops=8, **outer, **shared).config
-    one = halting.flops_per_token(config, 32, 2, 1)
+    one = measuring.flops_per_token(config, 32, 2, 1)
     assert one == forward_flops_per_token(config, 32, 2)
     n = sizes(config)
-    assert halting.flops_per_token(config, 32, 2, 2) - one == 2 * (n.coda + n.head) + 4 * config.hidden_size * 32
+    assert measuring.flops_per_token(config, 32, 2, 2) - one == 2 * (n.coda + n.head) + 4 * config.hidden_size * 32
 
 
 def test_nothing_is_written_where_nothing_is_gained(tmp_path):

@@ -2,8 +2,6 @@
 
 import itertools
 import math
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,15 +16,11 @@ from looped_eval.common.model_folder import (
     training_run,
     unlearned_start,
 )
-from looped_eval.common.progress import progress
-from looped_eval.common.timing import least_seconds
 from looped_recipes.common.checksums import renew_checksum
 from looped_recipes.common.command_line import check_counts, say_result, trust_of, typed
 from looped_recipes.common.files import check_writable
-from looped_recipes.common.flops import attention_flops, forward_flops_per_token, sizes
 from looped_recipes.common.metrics import read_metrics
 from looped_recipes.common.provenance import note_what_is_replaced, write_json
-from looped_recipes.common.ratios import standard_error
 from looped_recipes.common.token_losses import perplexity
 from looped_recipes.data.sources import training_source
 from looped_recipes.settings.recipe import DataConfig, RecipeError
@@ -34,15 +28,6 @@ from modeling_looped import LoopedConfig
 from modeling_looped.depth_options import EXIT_FIELDS
 from modeling_looped.exit_criteria import CRITERIA, ExitRule
 
-from .calibration import (
-    Units,
-    calibrate,
-    calibrate_loops,
-    exit_loops,
-    least_loops,
-    mean_perplexity,
-    perplexity_at,
-)
 from .conclusion import (
     best_at_equal_loops,
     cheapest,
@@ -51,9 +36,10 @@ from .conclusion import (
     exits_gain,
     shallowest_depth,
 )
+from .measuring import learned_targets, out_of_reach, sequence_level, token_level
 from .options import BEST, LEAST_SEQUENCES, LENGTH, SEQUENCES, parse
 from .page import write_page
-from .scoring import at_depth, inputs_and_targets, measure, with_sequence_exits, with_token_exits
+from .scoring import measure
 
 
 # Arguments and text
@@ -165,10 +151,7 @@ def own_run(args) -> Path:
     return run
 
 
-def learned_targets(rows: torch.Tensor, unlearned: int | None) -> torch.Tensor:
-    """Return which targets, [sequences, length], the model has learned to predict: all but the token `unlearned`."""
-    targets = inputs_and_targets(rows)[1]
-    return torch.ones_like(targets, dtype=torch.bool) if unlearned is None else targets != unlearned
+FAR = 1.5  # times the perplexity of the last validation
 
 
 def far_from_validation(args, full: dict) -> list[str]:
@@ -183,119 +166,6 @@ def far_from_validation(args, full: dict) -> list[str]:
         f"last validation of {run}: thresholds hold for text and lengths like those they are calibrated on, so name "
         "text like that of its use, or another --length"
     ]
-
-
-# Measurements
-
-FAR = 1.5  # times the perplexity of the last validation
-
-
-def flops_per_token(config, length: int, mean_loops: float, mean_readouts: float) -> float:
-    n = sizes(config)
-    readout = 2 * (n.coda + n.head) + attention_flops(config, "coda", length)
-    return forward_flops_per_token(config, length, mean_loops) + (mean_readouts - 1) * readout
-
-
-def mean_readouts(rule: ExitRule, loops: torch.Tensor, num_loops: int) -> float:
-    """Return how often a unit ran coda and head, averaged over units: at each check before its last loop, and once
-    after it. loops: number of loops of each unit."""
-    if rule.criterion.needs != "logits":
-        return 1.0
-    scores = [rule.scores_at(loop) for loop in range(1, num_loops)]
-    before = torch.tensor([0, *scores]).cumsum(0)  # checks before a loop
-    return (before[loops.cpu() - 1] + 1).double().mean().item()
-
-
-def rules_of(units: Units, names: list[str], budgets: list[float], args, config) -> list[tuple[dict, ExitRule]]:
-    """Return, for each criterion that has one, the rule that is calibrated for what was asked, {"budget": 0.01} or
-    {"wanted_loops": 2}."""
-    asked = [{"budget": budget} for budget in budgets] + [{"wanted_loops": mean} for mean in args.mean_loops]
-    rules = []
-    for name, aim in itertools.product(names, asked):
-        find, value = (calibrate, aim["budget"]) if "budget" in aim else (calibrate_loops, aim["wanted_loops"])
-        threshold = find(name, units, value, args.min_loops)
-        if threshold is not None:
-            rules.append((aim, ExitRule(name, threshold, args.min_loops).checked(config, args.num_loops)))
-    return rules
-
-
-def out_of_reach(units: Units, names: list[str], unit: str, args) -> list[str]:
-    """Name the criteria of which no threshold has as few loops as --mean-loops says."""
-    least = {name: least_loops(name, units, args.min_loops) for name in names}
-    return [
-        f"at {mean:g} mean loops of {unit} {name} is left out: the least that a threshold reaches is {least[name]:.4g}"
-        for name, mean in itertools.product(names, args.mean_loops)
-        if calibrate_loops(name, units, mean, args.min_loops) is None
-    ]
-
-
-def result_row(aim: dict, rule, units: Units, scored, learned, full, config, args) -> dict:
-    """Return a row of results. aim: what the rule was calibrated for; units: calibration slice; scored: other slice,
-    of which `learned` targets count; full: its losses at full depth, [sequences, tokens]."""
-    per_sequence = scored.loops.ndim == 1
-    loops, found = scored.loops if per_sequence else scored.loops[learned], mean_perplexity(scored.losses[learned])
-    loops_before = exit_loops(rule, units.scores[rule.name])
-    calibrated = perplexity_at(loops_before, units.losses)
-    of_calibration = {} if "budget" in aim else {"calibrated_loops": loops_before.double().mean().item()}
-
-    def speedup(loops: torch.Tensor) -> float:
-        readouts = mean_readouts(replace(rule, per_sequence=per_sequence), loops, args.num_loops)
-        exiting = flops_per_token(config, args.length, loops.double().mean().item(), readouts)
-        return flops_per_token(config, args.length, args.num_loops, 1) / exiting
-
-    ratio = found / mean_perplexity(full[learned])
-    changes = (scored.losses - full).double().where(learned, 0).sum(-1)
-    return {
-        "criterion": rule.name,
-        **aim,
-        "threshold": rule.threshold,
-        **of_calibration,
-        "calibrated_ratio": calibrated / mean_perplexity(units.losses[-1]),
-        "calibrated_speedup": speedup(loops_before),
-        "perplexity": found,
-        "ratio": ratio,
-        "ratio_error": ratio * standard_error(changes, learned.sum(-1)).item(),
-        "mean_loops": loops.double().mean().item(),
-        "predicted_speedup": speedup(loops),
-    }
-
-
-def sequence_level(model, calibration: Units, rows: torch.Tensor, names: list[str], args) -> tuple:
-    """Measure fixed depths and sequences that exit, all timed in turns; return the rows of a table for each, and the
-    losses at full depth."""
-    depths, size = range(1, args.num_loops + 1), args.batch_size
-    rules = rules_of(calibration, names, args.budget, args, model.config)
-    runs = {k: partial(at_depth, model, num_loops=k, batch_size=size) for k in depths}
-    for rule in {rule for _, rule in rules}:  # budgets may share a threshold
-        runs[rule] = partial(with_sequence_exits, model, rule=rule, num_loops=args.num_loops, batch_size=size)
-    warm_ups = [partial(run, rows[:size]) for run in runs.values()]
-    seconds, scored = least_seconds({k: partial(run, rows) for k, run in runs.items()}, args.repeats, warm_ups)
-    tokens, full = rows[:, 1:].numel(), seconds[args.num_loops]
-    learned, losses = learned_targets(rows, args.unlearned), scored[args.num_loops].losses
-    fixed = []
-    for k in depths:
-        found = mean_perplexity(scored[k].losses[learned])
-        row = {"loops": k, "perplexity": found, "ratio": found / mean_perplexity(losses[learned])}
-        fixed.append({**row, "speedup": full / seconds[k], "tokens_per_second": tokens / seconds[k]})
-    halting = []
-    for aim, rule in rules:
-        row = result_row(aim, rule, calibration, scored[rule], learned, losses, model.config, args)
-        speed = {"measured_speedup": full / seconds[rule], "tokens_per_second": tokens / seconds[rule]}
-        halting.append(row | speed)
-    return fixed, halting, losses
-
-
-def token_level(
-    model, calibration: Units, rows: torch.Tensor, names: list[str], full: torch.Tensor, args
-) -> list[dict]:
-    """Measure tokens that exit, for the first budget only, as in --write, and for all of --mean-loops.
-    full: losses without exits."""
-    found, learned = [], learned_targets(rows, args.unlearned)
-    rules = rules_of(calibration, names, args.budget[:1], args, model.config)
-    for aim, rule in progress(rules, "tokens that exit"):
-        scored = with_token_exits(model, rows, rule, args.num_loops, args.batch_size)
-        found.append(result_row(aim, rule, calibration, scored, learned, full, model.config, args))
-    return found
 
 
 # Output
