@@ -451,7 +451,7 @@ def test_short_curves_are_not_extrapolated():
 def test_the_unified_law_comes_back_and_predicts():
     rows = at_test_depths(training_rows(SMALL), 1.5, 3.0, 1.19, test_depths=(1, 2, 4, 8, 16))
     held_out = at_test_depths(training_rows(SMALL, held_out=True, depths=(8,)), 1.5, 3.0, 1.19)
-    result, _ = analyses.unified(table(rows), table(held_out), "learned", restarts=12)
+    result, _ = analyses.unified(table(rows), table(held_out), "learned", restarts=4)
     truth = dict(zip((*NAMES, "Z", "z", "gamma"), (*SMALL[0], 1.5, 3.0, 1.19)))
     assert result["coefficients"] == pytest.approx(truth, rel=1e-4)
     assert result["held_out"]["max_percent"] < 0.01
@@ -592,7 +592,7 @@ def test_resamples_that_find_nothing_are_not_counted():
     rows = table(training_rows(SMALL, noise=1e-3))
     columns, weights = rows.columns(PARAMETRIC.columns), fitting.draw_runs(rows.numbered("run"), 5, 0)
     weights[2] = math.inf
-    fitted = fitting.bootstrap(fit(PARAMETRIC, columns, rows["loss"], 20), columns, rows["loss"], 5, weights)
+    fitted = fitting.bootstrap(fit(PARAMETRIC, columns, rows["loss"], 8), columns, rows["loss"], 5, weights)
     facts = analyses.summary("parametric", fitted)
     assert facts["resamples_used"] == 4 and all(map(math.isfinite, facts["intervals"]["E"]))
 
