@@ -10,13 +10,8 @@ from .stop_texts import StopTexts
 
 INCOMPLETE = "\ufffd"  # what tokenizers write for bytes that are no character, or not yet
 CONTEXT = 16  # tokens before a text whose decoding tells how it begins
-WRITTEN_WRONGLY = (
-    ValueError,
-    TypeError,
-    LookupError,
-    AttributeError,
-    RuntimeError,
-)  # of a parser that fails at a text
+# what a parser of answers raises at a text that its template does not foresee
+WRITTEN_WRONGLY = (ValueError, TypeError, LookupError, AttributeError, RuntimeError)
 
 
 class TextOfTokens:
@@ -79,13 +74,11 @@ class AnswerParts:
             return [text] if text else []
         events, is_read = [], False
         self.parser._buffer += text
-        while (
-            not is_read
-        ):  # a tool call that is cut off or badly formed is left out, and what stands beside it is read
+        while not is_read:
             try:
                 self.parser._process(events, eos=is_last)
                 is_read = True
-            except WRITTEN_WRONGLY:
+            except WRITTEN_WRONGLY:  # a tool call that is cut off or badly formed is left out, not what is beside it
                 self.parser._reset_to_implicit()
         return [*chain.from_iterable(map(parts_of, events))]
 
