@@ -25,7 +25,7 @@ from torch import nn
 from transformers.cache_utils import Cache
 
 from .checks import check_inputs
-from .compatibility import named_cache, one_cache, tuples_on_request
+from .compatibility import OtherArguments, named_cache, one_cache, tuples_on_request
 from .configuration_looped import LoopedConfig
 from .cpu import project
 from .depth import depth_tensor, read_depths
@@ -103,7 +103,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin, LoopedLoss
         num_items_in_batch: torch.Tensor | int | None = None,
         loss_positions: np.ndarray | None = None,
         past_key_values: Cache | None = None,
-        **kwargs,
+        **kwargs: OtherArguments,
     ) -> LoopedCausalLMOutputWithPast:
         r"""
         num_loops, backprop_loops, initial_state, output_loop_hidden_states, output_loop_readout_states: as in

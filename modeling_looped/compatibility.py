@@ -9,13 +9,14 @@ import functools
 import importlib
 import warnings
 from inspect import signature
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
 from torch import nn
 from transformers.generation import GenerationMixin
 from transformers.integrations.sdpa_attention import repeat_kv
+from typing_extensions import Unpack
 
 from .tensors import wide_dtype
 
@@ -36,6 +37,9 @@ CACHE = (
 # attention kernel wrote keys and values into it; since then the model does.
 PagedAttentionCache = look_up("transformers.generation.continuous_batching.cache", "PagedAttentionCache", ())
 KERNELS_FILL_PAGES = CACHE != "cache"
+# The annotation of a forward's `**kwargs`, from which transformers reads whether it can be asked for attentions. A
+# type checker refuses names in it that are arguments of their own here, such as position_ids.
+OtherArguments = Any if TYPE_CHECKING else Unpack[look_up("transformers.utils", "TransformersKwargs", dict)]
 
 
 def one_cache(cache, past_key_values):

@@ -48,7 +48,7 @@ from .clients import (
     refuse_adapters_of_rows,
     warn_of_another_loss,
 )
-from .compatibility import CACHE, captured, config_defaults, named_cache, one_cache
+from .compatibility import CACHE, OtherArguments, captured, config_defaults, named_cache, one_cache
 from .compiled_blocks import can_have_regions
 from .configuration_looped import READOUTS, LoopedConfig
 from .context import LoopInputs, PassContext, name_of_loop
@@ -201,7 +201,7 @@ class LoopedModel(LoopedPreTrainedModel):
         output_loop_hidden_states: bool = False,
         output_loop_readout_states: bool = False,
         has_loss: bool = False,
-        **kwargs,
+        **kwargs: OtherArguments,
     ) -> LoopedModelOutputWithPast:
         r"""
         num_loops: depth of this pass, one number or one per sequence; by default `config.num_loops`.

@@ -62,9 +62,6 @@ SKIPS = {
         test_can_load_from_already_mapped_keys test_reverse_loading_mapping test_keep_in_fp32_modules
         test_keep_in_fp32_modules_exist test_keep_in_fp32_modules_strict_also_hardcode_fp32
     """,
-    "runs for the first two classes, then cannot read the annotations of transformers' own heads": """
-        test_eager_matches_sdpa_inference_24_fp32_pad_left_output_attentions
-    """,
     "runs for three classes; transformers' heads for tokens and answers return no cache": "test_bc_cache_name_forward",
     "reads a switch `use_sliding_window`; here the fields of windows are the switch": "test_sliding_window_mask",
     "its mixin is not in the source distribution": "test_generation_tester_mixin_inheritance",
