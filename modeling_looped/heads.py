@@ -8,6 +8,7 @@ from torch import nn
 from .compatibility import class_or_missing
 from .configuration_looped import LoopedConfig
 from .modeling_looped import LoopedModel, LoopedPreTrainedModel
+from .outputs import AskedOutputs
 
 
 GenericForQuestionAnswering, GenericForSequenceClassification, GenericForTokenClassification = (
@@ -28,14 +29,20 @@ class _LoopedClassifier:
         self.post_init()
 
 
-def without_states_of_loops(head: type):
-    """Return the `forward` of a head that refuses states of every loop, for which the head's outputs have no field."""
+REFUSED = ("exit_rule", *AskedOutputs._fields)
+
+
+def without_outputs_of_loops(head: type):
+    """Return the `forward` of a head that refuses exits, and outputs of loops, for which its outputs have no field."""
 
     @functools.wraps(head.forward)
     def forward(self, *args, **kwargs):
-        asked = [name for name in ("output_loop_hidden_states", "output_loop_readout_states") if kwargs.get(name)]
+        asked = [name for name in REFUSED if kwargs.get(name)]
         if asked:
-            raise ValueError(f"{type(self).__name__} does not return {', '.join(asked)}: ask its `model` for that")
+            raise ValueError(
+                f"{type(self).__name__} does not take {', '.join(asked)}: its `model` returns the states of loops, "
+                "and LoopedForCausalLM takes exits and returns all outputs of loops"
+            )
         return head.forward(self, *args, **kwargs)
 
     return forward
@@ -47,14 +54,14 @@ def label_scores(config: LoopedConfig, bias: bool) -> nn.Linear:
 
 
 class LoopedForSequenceClassification(_LoopedClassifier, GenericForSequenceClassification, LoopedPreTrainedModel):
-    forward = without_states_of_loops(GenericForSequenceClassification)
+    forward = without_outputs_of_loops(GenericForSequenceClassification)
 
     def __init__(self, config: LoopedConfig):
         self._build(config, score=label_scores(config, bias=False))
 
 
 class LoopedForTokenClassification(_LoopedClassifier, GenericForTokenClassification, LoopedPreTrainedModel):
-    forward = without_states_of_loops(GenericForTokenClassification)
+    forward = without_outputs_of_loops(GenericForTokenClassification)
 
     def __init__(self, config: LoopedConfig):
         dropout = 0.1 if config.classifier_dropout is None else config.classifier_dropout
@@ -62,7 +69,7 @@ class LoopedForTokenClassification(_LoopedClassifier, GenericForTokenClassificat
 
 
 class LoopedForQuestionAnswering(_LoopedClassifier, GenericForQuestionAnswering, LoopedPreTrainedModel):
-    forward = without_states_of_loops(GenericForQuestionAnswering)
+    forward = without_outputs_of_loops(GenericForQuestionAnswering)
 
     def __init__(self, config: LoopedConfig):
         self._build(config, qa_outputs=nn.Linear(config.hidden_size, 2))

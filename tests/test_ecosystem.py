@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, DataCollatorForSeq2Seq, Trainer, 
 from transformers.utils.generic import find_labels
 
 from modeling_looped import (
+    ExitRule,
     LoopedForCausalLM,
     LoopedForQuestionAnswering,
     LoopedForSequenceClassification,
@@ -259,8 +260,11 @@ def logged_losses(run: Trainer) -> list[float]:
 def test_heads_return_no_states_of_loops():
     """For which their outputs have no room; the trunk returns them."""
     model, ids = tiny_model(LoopedForSequenceClassification, num_labels=2, pad_token_id=0), random_ids(1, 4)
-    with pytest.raises(ValueError, match="does not return output_loop_hidden_states: ask its `model`"):
-        model(ids, output_loop_hidden_states=True)
+    for name in ("output_loop_hidden_states", "output_loop_logits", "output_exit_probabilities"):
+        with pytest.raises(ValueError, match=f"does not take {name}: its `model` returns the states of loops"):
+            model(ids, **{name: True})
+    with pytest.raises(ValueError, match="does not take exit_rule: "):
+        model(ids, exit_rule=ExitRule("latent_diff", 1e9))
     assert model.model(ids, output_loop_hidden_states=True).loop_hidden_states
 
 
