@@ -28,6 +28,7 @@ from .checks import check_inputs
 from .compatibility import OtherArguments, named_cache, one_cache, tuples_on_request
 from .configuration_looped import LoopedConfig
 from .cpu import project
+from .cross_entropy import IGNORE_INDEX
 from .depth import depth_tensor, read_depths
 from .exit_criteria import ExitRule
 from .exit_watch import forward_with_exits, refuse_with_exits
@@ -112,7 +113,9 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin, LoopedLoss
             `num_loops` is then the maximum. selection="after" runs all loops and reads each token out at its exit;
             "weighted" runs all loops and weights the logits of each with the probability of an exit there. In
             hidden_states, the states of a token after its exit are of loops that were not used.
-        labels: [batch, length] tokens, shifted here; -100 is ignored. Or `shift_labels`, already shifted.
+        labels: [batch, length] tokens, shifted here; -100 is ignored. Or `shift_labels`, already shifted. As in
+            transformers' models, `ignore_index` names another label to ignore. A `loss_function` that was set gets
+            all keyword arguments that are not listed here; losses over loops refuse one, as it reads logits.
             The returned loss is the training objective, over all loops if `config.loop_loss` says so; for a
             perplexity take the last of `loop_losses`, with output_loop_losses=True.
         loss_positions: indices of the positions that have a shifted label, in the flattened [batch * length], as a
@@ -123,6 +126,9 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin, LoopedLoss
         output_exit_probabilities: the exit distribution of the gate.
         output_exit_logits: the logits of all loops, weighted with the exit distribution.
         """
+        of_loss = {"labels": labels, "num_items_in_batch": num_items_in_batch}
+        of_loss = {name: value for name, value in of_loss.items() if value is not None} | kwargs
+        ignore_index = kwargs.pop("ignore_index", IGNORE_INDEX)  # not for the trunk
         check_arguments(kwargs, FORWARD_ARGUMENTS, type(self).__name__)
         shape = check_inputs(input_ids, inputs_embeds).shape[:2]
         depths = read_depths(self.config.num_loops if num_loops is None else num_loops, shape[0])
@@ -147,12 +153,12 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin, LoopedLoss
         # not a named argument: the Trainer would take it for a label that every batch must have
         shift_labels = kwargs.pop("shift_labels", None)
         if exit_rule is not None:
-            of_losses = {"labels": labels, "shift_labels": shift_labels, "backprop_loops": backprop_loops}
-            refuse_with_exits(of_losses | asked._asdict())
+            refused = {"labels": labels, "shift_labels": shift_labels, "backprop_loops": backprop_loops}
+            refuse_with_exits(refused | asked._asdict())
             return forward_with_exits(self, exit_rule, inputs, depths, logits_to_keep, output_logits, kwargs)
 
-        shifted = self._shifted_labels(labels, shift_labels, shape)
-        targets = None if shifted is None else Labels(shifted, num_items_in_batch, loss_positions)
+        shifted = self._shifted_labels(labels, shift_labels, shape, ignore_index)
+        targets = None if shifted is None else Labels(shifted, num_items_in_batch, loss_positions, of_loss)
         needed = asked.needed(self.config, has_loss=targets is not None)
         if targets is not None and not is_as_written(self, "auxiliary_loss"):
             needed = needed._replace(hidden_states=True, readout_states=True)

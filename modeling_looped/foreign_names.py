@@ -254,5 +254,6 @@ def check_arguments(given: Iterable[str], known: Collection[str], what: str):
             if not torch.compiler.is_compiling():
                 # head and trunk use the same text, so that it is logged once
                 logger.warning_once(
-                    f"No argument is called `{name}`: it is passed on to the blocks and their attention kernel."
+                    f"No argument is called `{name}`: it is passed on to the blocks and their attention kernel, and "
+                    "to a loss_function that was set."
                 )

@@ -119,9 +119,12 @@ class LoopedLossMixin:
         return is_plain and logits is not None and logits.shape[:2] == labels.shape
 
     def _plain_loss(self, logits, labels: Labels):
+        if hasattr(self, "_loss_function"):  # of the user, called as transformers' models call it
+            arguments = {"labels": unshift(labels.tokens), **labels.as_given}  # which may have only shift_labels
+            return self.loss_function(logits=logits, vocab_size=self.config.vocab_size, **arguments)
         return self.loss_function(
             logits=logits,
-            labels=unshift(labels.tokens),  # the caller's loss_function may shift them by itself
+            labels=unshift(labels.tokens),
             shift_labels=labels.tokens,
             vocab_size=self.config.vocab_size,
             num_items_in_batch=denominator(labels.tokens, labels.num_items_in_batch),
@@ -139,7 +142,7 @@ class LoopedLossMixin:
             return None
         return [parameter for module in modules for parameter in module.parameters()]
 
-    def _shifted_labels(self, labels, shift_labels, shape):
+    def _shifted_labels(self, labels, shift_labels, shape, ignore_index: int):
         if labels is None and shift_labels is None:
             return None
         given = labels if shift_labels is None else shift_labels
@@ -149,4 +152,5 @@ class LoopedLossMixin:
                 "unshifted, with -100 where there is nothing to learn"
             )
         shifted = shift(labels) if shift_labels is None else shift_labels.contiguous()
-        return shifted.long()
+        shifted = shifted.long()
+        return shifted if ignore_index == IGNORE_INDEX else shifted.masked_fill(shifted == ignore_index, IGNORE_INDEX)

@@ -14,6 +14,7 @@ head is linear, so this is the CE of the exit-weighted logits (Ouro's released c
 losses_of_states.py, are added. Tokens without a label are in no sum and in no denominator.
 """
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,6 +34,7 @@ class Labels(NamedTuple):
     tokens: torch.Tensor  # [batch, length], already shifted
     num_items_in_batch: torch.Tensor | int | None = None  # of all accumulated batches; None: of this batch
     positions: np.ndarray | None = None  # indices of labelled tokens, see `LoopedForCausalLM`
+    as_given: Mapping[str, Any] = {}  # what the caller passed, for a `loss_function` that was set
 
 
 class Targets(NamedTuple):

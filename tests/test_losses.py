@@ -19,6 +19,7 @@ from modeling_looped.layers import rotary_tables
 from modeling_looped.losses import exit_log_probabilities
 
 from .helpers import quick_and_slow, random_ids, tiny_config, tiny_model
+from .helpers_llama import make_looped, tokens, unroll
 
 
 LOSSES = {
@@ -340,6 +341,45 @@ def test_a_loss_function_of_ones_own_is_called_or_refused():
     model.loss_function = own_loss
     with pytest.raises(ValueError, match="loop_loss='per_loop'"):
         model(ids, labels=labels)
+
+
+def three_arguments(logits, labels, vocab_size):
+    return own_loss(logits, labels, vocab_size)
+
+
+def weighted_loss(logits, labels, vocab_size, token_weights=None, num_items_in_batch=None, **_):
+    assert num_items_in_batch is None  # the caller gives none
+    losses = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="none")
+    return losses @ (token_weights[:, 1:] if token_weights is not None else torch.ones(labels[:, 1:].shape)).flatten()
+
+
+@pytest.mark.parametrize("function", [three_arguments, weighted_loss])
+def test_a_loss_function_is_called_as_a_llama_calls_it(function):
+    looped = make_looped(num_core_layers=2, num_loops=2)
+    llama, ids = unroll(looped), tokens()
+    given = {"token_weights": ids / 61} if function is weighted_loss else {}
+    wanted = []
+    for model in (llama, looped):
+        model.loss_function = function
+        wanted.append(model(ids, labels=ids, **given).loss)
+    torch.testing.assert_close(wanted[1], wanted[0])
+    assert function is three_arguments or not torch.isclose(looped(ids, labels=ids).loss, wanted[0])
+
+
+@pytest.mark.parametrize("loss", SOME_LOSSES)
+def test_another_label_may_be_ignored(loss):
+    ids, labels = batch()
+    model = float64_model(**LOSSES[loss])
+    named = labels.masked_fill(labels == IGNORE, 3).masked_fill(labels == 5, 3)
+    wanted = reference_loss(model, ids, named.masked_fill(named == 3, IGNORE))
+    assert_same(model, model(ids, labels=named, ignore_index=3, output_logits=False).loss, wanted)
+
+
+def test_a_llama_ignores_the_same_label():
+    looped, ids = make_looped(num_core_layers=2, num_loops=2), tokens()
+    of_llama = unroll(looped)(ids, labels=ids, ignore_index=int(ids[0, 3])).loss
+    torch.testing.assert_close(looped(ids, labels=ids, ignore_index=int(ids[0, 3])).loss, of_llama)
+    assert not torch.isclose(looped(ids, labels=ids).loss, of_llama)
 
 
 @pytest.mark.parametrize("loss", LOSSES)
