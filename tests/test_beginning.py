@@ -70,6 +70,16 @@ def test_the_vocabulary_has_room_for_the_largest_id(tmp_path):
         build_model(recipe, tokenizer)
 
 
+def test_a_model_begins_and_pads_by_the_end_where_its_tokenizer_has_nothing_else(tmp_path):
+    words = Tokenizer(models.WordLevel({"x": 0, "y": 1}, "x"))
+    (tmp_path / "recipe.yaml").write_text(
+        "model: {hidden_size: 32, intermediate_size: 64, num_attention_heads: 2}\ntraining: {steps: 5}\n"
+    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="y")
+    config = build_model(load_recipe(tmp_path / "recipe.yaml"), tokenizer).config
+    assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (1, 1, 1)
+
+
 @pytest.mark.parametrize("more", ["model.num_core_layers=3", "model.num_coda_layers=0"])
 def test_a_new_gate_is_all_that_may_be_new(tmp_path, saved, more):
     assert build_model(recipe_of(tmp_path, saved, "model.exit_gate=normed"), tiny_tokenizer()).exit_gate is not None

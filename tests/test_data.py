@@ -1199,7 +1199,7 @@ def test_edits_of_a_tokenizer_that_was_brought_along(make_data, tmp_path):
 
 
 def test_data_for_a_tokenizer_that_was_brought_along(make_data, tmp_path):
-    """A tokenizer without bos: its eos stands between documents, and is learned."""
+    """A tokenizer without bos: its eos stands between documents, and is learned. It is saved as it came."""
     backend = Tokenizer(
         models.WordLevel({"<end>": 0, "<unk>": 1} | {word: i + 2 for i, word in enumerate(WORDS)}, "<unk>")
     )
@@ -1211,4 +1211,5 @@ def test_data_for_a_tokenizer_that_was_brought_along(make_data, tmp_path):
     assert torch.equal(batch["labels"], batch["input_ids"]) and (batch["labels"] == 0).any()
     first = tokenizer(make_documents(300)[0])["input_ids"]
     assert batch["input_ids"][0, : len(first) + 2].tolist() == [0, *first, 0]
-    assert prepared.tokenizer.bos_token == "<end>" and prepared.manifest["dtype"] == "uint16"
+    assert prepared.tokenizer.special_tokens_map == tokenizer.special_tokens_map and tokenizer.bos_token is None
+    assert prepared.manifest["dtype"] == "uint16"

@@ -10,8 +10,10 @@ from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from looped_recipes.common.checksums import write_checksums
 from looped_recipes.data import part_files as parts
 from looped_recipes.data import shards
+from looped_recipes.data.tokenizers import tokenizer_hash
 from looped_recipes.settings.recipe import RecipeError, recipe_from_dict
 from tests.helpers_data import WORDS, make_documents
 
@@ -121,3 +123,17 @@ def test_start_tokens_that_cannot_be(make_data, tmp_path):
         RecipeError, match="start_token=.* would have no effect with data.tokenizer=.*, which is trained"
     ):
         recipe_from_dict({"data": {"start_token": "<s>"}})
+
+
+def test_tokenizers_in_data_of_before_gave_a_missing_bos_the_eos(make_data, tmp_path):
+    """Such data stay in use, and the tokenizer is that of its folder, as it is."""
+    folder = marked_tokenizer(tmp_path / "tokenizer", bos=None)
+    data = make_data(tokenizer=folder)
+    prepared = shards.prepare(data)
+    before = AutoTokenizer.from_pretrained(folder, bos_token="</s>", pad_token="</s>")
+    before.save_pretrained(prepared.folder / "tokenizer")
+    write_checksums(prepared.folder / "tokenizer")
+    assert tokenizer_hash(before) == prepared.manifest["tokenizer"]["sha256"]
+    again = shards.prepare(data)
+    assert again.folder == prepared.folder and again.tokenizer.bos_token is None is again.tokenizer.pad_token
+    assert torch.equal(again.train.batch([0])["input_ids"], prepared.train.batch([0])["input_ids"])

@@ -47,6 +47,7 @@ from .tokenizers import (
     TokensAsTheyAre,
     make_tokenizer,
     num_ids,
+    start_id,
     token_bytes,
     tokenizer_hash,
     tokenizer_settings,
@@ -383,7 +384,7 @@ def _rows(folder: Path, shards: list[dict], data: DataConfig, tokenizer, lengths
         list(packed_tokens(folder, shards)),
         sequence_length=data.sequence_length,
         stride=data.stride or data.sequence_length,
-        start=tokenizer.bos_token_id,
+        start=start_id(tokenizer),
         token_bytes=lengths,
         learn_start=learns_start(data, tokenizer),
         document_masking=data.document_masking,
@@ -394,7 +395,7 @@ def _rows(folder: Path, shards: list[dict], data: DataConfig, tokenizer, lengths
 def learns_start(data: DataConfig, tokenizer) -> bool:
     """Return whether the token that begins documents is predicted: it is, unless it always follows an end token."""
     is_plain = data.document_tokens == "both" and data.token_field is None
-    return not is_plain or tokenizer.bos_token_id == tokenizer.eos_token_id
+    return not is_plain or start_id(tokenizer) == tokenizer.eos_token_id
 
 
 def _refuse_empty(split: str, data: DataConfig, manifest: dict):
@@ -418,13 +419,13 @@ def _refuse_empty(split: str, data: DataConfig, manifest: dict):
 
 def _refuse_unmarked(rows: dict[str, PackedRows], data: DataConfig, tokenizer, counts: dict):
     """Refuse to mask several documents where no token says where one begins or ends: they would see each other."""
-    mark, num_documents = tokenizer.bos_token_id, sum(counts[split]["documents"] for split in SPLITS)
+    mark, num_documents = start_id(tokenizer), sum(counts[split]["documents"] for split in SPLITS)
     if num_documents > 1 and not any((shard == mark).any() for split in SPLITS for shard in rows[split].shards):
         what = "ends" if data.document_tokens == "end" else "begins"
         raise RecipeError(
-            f"data.document_masking needs token {mark} ({tokenizer.bos_token!r}) where a document {what}, but it is "
-            f"in none of the {num_documents} of {data.source!r}: data.document_tokens=end takes the token that "
-            "ends documents (eos) instead of the one that begins them, and data.start_token names another"
+            f"data.document_masking needs token {mark} ({tokenizer.convert_ids_to_tokens(mark)!r}) where a document "
+            f"{what}, but it is in none of the {num_documents} of {data.source!r}: data.document_tokens=end takes the "
+            "token that ends documents (eos) instead of the one that begins them, and data.start_token names another"
         )
 
 

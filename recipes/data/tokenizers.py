@@ -1,9 +1,9 @@
 """Tokenizers: three that are trained on the training documents, and any fast tokenizer of the hub or a folder.
 
-Each is returned with bos, eos and pad set: a document is `bos text eos`, or `eos text` if the tokenizer has no
-separate bos (one token then both ends a document and begins the next). `data.document_tokens` omits one or both; the
-saved tokenizer then begins texts in the same way as documents begin. With `data.joined_by` there are no documents, and
-neither of these tokens.
+A document is `bos text eos`, or `eos text` if the tokenizer has no separate bos (one token then both ends a document
+and begins the next). `data.document_tokens` omits one or both; the saved tokenizer then begins texts in the same way
+as documents begin. With `data.joined_by` there are no documents, and neither of these tokens. Otherwise a tokenizer
+that is brought along keeps the bos and pad that it has, or none: chat templates and trainers write its bos.
 """
 
 import hashlib
@@ -129,7 +129,8 @@ def mark_documents(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> PreT
             )
         tokenizer.bos_token = data.start_token
     if data.document_tokens == "start":
-        tokenizer.eos_token = tokenizer.bos_token
+        tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token  # which no document has
+        tokenizer.bos_token = tokenizer.eos_token = tokenizer.bos_token or tokenizer.eos_token
     if data.document_tokens == "end":
         tokenizer.bos_token = tokenizer.eos_token
     _begin_prompts(tokenizer, with_bos=data.document_tokens != "none")
@@ -158,9 +159,12 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
             "eos_token and save it anew"
         )
     tokenizer.eos_token = tokenizer.eos_token or tokenizer.bos_token
-    tokenizer.bos_token = tokenizer.bos_token or tokenizer.eos_token
-    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     return tokenizer
+
+
+def start_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """Return the token that begins documents: bos, or eos if the tokenizer has no bos."""
+    return tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
 
 
 def tokenizer_settings(data: DataConfig) -> dict:
@@ -183,7 +187,7 @@ def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
     parts = json.loads(tokenizer.backend_tokenizer.to_str())
     added = {token["content"]: token["id"] for token in parts["added_tokens"]}
     decisive = [parts["model"], parts["normalizer"], parts["pre_tokenizer"], added]
-    decisive += [tokenizer.bos_token_id, tokenizer.eos_token_id]
+    decisive += [start_id(tokenizer), tokenizer.eos_token_id]
     found = [token for token in parts["added_tokens"] if not token["special"]]  # special tokens are not
     decisive += [found] if found else []
     return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
@@ -197,7 +201,7 @@ class Encoder:
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
         self.tokenizer.encode_special_tokens = True
-        start, end = tokenizer.bos_token_id, tokenizer.eos_token_id
+        start, end = start_id(tokenizer), tokenizer.eos_token_id
         if document_tokens == "both" and start == end:
             document_tokens = "start"
         self.starts = [start] if document_tokens in ("both", "start") else []

@@ -8,7 +8,7 @@ from transformers import AutoTokenizer
 
 from looped_recipes.common.checksums import check_folder
 from looped_recipes.data.sources import looks_like_path
-from looped_recipes.data.tokenizers import num_ids
+from looped_recipes.data.tokenizers import num_ids, start_id
 from looped_recipes.engine.distributed import check_split, check_units
 from looped_recipes.engine.kernels import check_device
 from looped_recipes.engine.tensor_parallel import data_rank
@@ -97,7 +97,8 @@ def is_model(name: str) -> bool:
 
 
 def build_model(recipe: Recipe, tokenizer) -> LoopedForCausalLM:
-    special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
+    eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
+    special = {"bos_token_id": start_id(tokenizer), "eos_token_id": eos, "pad_token_id": eos if pad is None else pad}
     fields = {**special, "max_position_embeddings": max(recipe.data.sequence_length, trained_positions(recipe))}
     if recipe.dense.path is not None:
         model = looped_dense_model(recipe)
