@@ -1,6 +1,7 @@
 """What a run begins with: a saved model, of which nothing is made up."""
 
 import pytest
+import torch
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
@@ -70,14 +71,22 @@ def test_the_vocabulary_has_room_for_the_largest_id(tmp_path):
         build_model(recipe, tokenizer)
 
 
-def test_a_model_begins_and_pads_by_the_end_where_its_tokenizer_has_nothing_else(tmp_path):
+@pytest.mark.parametrize("pad", [None, "y"])
+def test_a_model_begins_by_the_end_where_its_tokenizer_has_nothing_else(pad, tmp_path):
+    """And learns that token: as the one for padding it would have an embedding of zeros for ever."""
     words = Tokenizer(models.WordLevel({"x": 0, "y": 1}, "x"))
     (tmp_path / "recipe.yaml").write_text(
         "model: {hidden_size: 32, intermediate_size: 64, num_attention_heads: 2}\ntraining: {steps: 5}\n"
     )
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="y")
-    config = build_model(load_recipe(tmp_path / "recipe.yaml"), tokenizer).config
-    assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (1, 1, 1)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="y", pad_token=pad)
+    model = build_model(load_recipe(tmp_path / "recipe.yaml"), tokenizer)
+    config = model.config
+    assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (1, 1, None)
+    assert model.generation_config.pad_token_id == 1
+    ids = torch.tensor([[1, 0, 0]])
+    model(ids, labels=ids).loss.backward()
+    table = model.get_input_embeddings().weight
+    assert table[1].any() and table.grad[1].any()
 
 
 @pytest.mark.parametrize("more", ["model.num_core_layers=3", "model.num_coda_layers=0"])

@@ -97,8 +97,10 @@ def is_model(name: str) -> bool:
 
 
 def build_model(recipe: Recipe, tokenizer) -> LoopedForCausalLM:
-    eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
-    special = {"bos_token_id": start_id(tokenizer), "eos_token_id": eos, "pad_token_id": eos if pad is None else pad}
+    start, eos, pad = start_id(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id
+    if pad in (start, eos):  # the embedding of a token for padding is zero and is not trained
+        pad = None
+    special = {"bos_token_id": start, "eos_token_id": eos, "pad_token_id": pad}
     fields = {**special, "max_position_embeddings": max(recipe.data.sequence_length, trained_positions(recipe))}
     if recipe.dense.path is not None:
         model = looped_dense_model(recipe)
@@ -108,6 +110,8 @@ def build_model(recipe: Recipe, tokenizer) -> LoopedForCausalLM:
         if "vocab_size" not in recipe.model and "preset" not in recipe.model:
             fields["vocab_size"] = -(-num_ids(tokenizer) // 64) * 64
         model = recipe.model_class(recipe.model_config(**fields))
+        if pad is None:
+            model.generation_config.pad_token_id = eos
     if recipe.start is not None:
         check_positions(recipe, model.config)
     size = num_ids(tokenizer)
