@@ -120,17 +120,52 @@ def told_parts(client, is_stream: bool, **fields) -> tuple:
         ("<call>[5]</call>" + FIRST, None, ("", "", "f", "tool_calls")),
         ("<think>let me see</think>I", ["me"], ("let ", "", "", "stop")),
         ("<think>so \u20ac", None, ("so \ufffd", "", "", "length")),
+        ("I look" + FIRST + ", and", None, ("", "I look, and", "f", "tool_calls")),
+        ("<think>so</think>I<think>me</think>and", None, ("some", "Iand", "", "length")),
     ],
-    ids=range(9),
+    ids=range(11),
 )
 def test_parts_of_an_answer_that_are_whole(parted, text, stop, expected, is_stream):
     tokenizer, client = parted
     ids = tokenizer(text).input_ids[: -1 if "\u20ac" in text else None]  # within the character
     written = {"generation_config": config_that_writes(ids)}
     found = told_parts(client, is_stream, max_tokens=len(ids), stop=stop, extra_body=written)
-    assert found == tuple(
-        part if is_stream else part.strip() for part in expected
-    )  # as transformers strips whole ones
+    expected = expected if is_stream else tuple(part.strip() for part in expected)  # as transformers strips whole ones
+    assert found == expected
+
+
+@pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "stream"])
+def test_calls_that_a_template_writes_as_a_list(is_stream):
+    tokenizer, calls = byte_level_tokenizer(), {"open": "<call>", "close": "</call>", "content": "python-call-list"}
+    call = {"type": "function", "function": {"name": "{name}", "arguments": "{arguments}"}}
+    calls |= {"transform_each": True, "transform": call}
+    tokenizer.response_template = {"start_anchor": "ab ", "fields": {**PARTED, "tool_calls": calls}}
+    sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": 256}
+    model = tiny_model(num_loops=2, pad_token_id=0, eos_token_id=None, **sizes)
+    ids = tokenizer('I<call>[f(c="Z"), g(c="Y")]</call>').input_ids
+    with serving(model, tokenizer) as (_, _, client, _, _):
+        written = {"generation_config": config_that_writes(ids)}
+        found = told_parts(client, is_stream, max_tokens=len(ids), extra_body=written)
+    assert found == ("", "I", "fg", "tool_calls")
+
+
+@pytest.mark.parametrize("make", [byte_tokenizer, byte_level_tokenizer])
+def test_tokens_without_text_are_not_decoded_again_and_again(make, monkeypatch):
+    """A long run of stray bytes, and of special tokens, costs no more for each than a short one, and loses nothing."""
+    tokenizer = make()
+    stray = tokenizer.convert_tokens_to_ids("<0x98>") if make is byte_tokenizer else tokenizer("\u20ac").input_ids[1]
+    ids = [stray] * 100 + [*tokenizer("\u20ac", add_special_tokens=False).input_ids, tokenizer.bos_token_id] * 20
+    decode, expected, longest = tokenizer.decode, tokenizer.decode(ids, skip_special_tokens=True), 0
+
+    def counted(tokens, **how):
+        nonlocal longest
+        longest = max(longest, len(tokens))
+        return decode(tokens, **how)
+
+    monkeypatch.setattr(tokenizer, "decode", counted)
+    texts = answer_parts.TextOfTokens(tokenizer)
+    assert "".join(map(texts.add, ids)) + texts.end() == expected
+    assert longest < 50
 
 
 @pytest.mark.parametrize("field", ["arguments", "tool_calls", "chat_template_kwargs"])

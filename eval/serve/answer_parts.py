@@ -10,6 +10,8 @@ from .stop_texts import StopTexts
 
 INCOMPLETE = "\ufffd"  # what tokenizers write for bytes that are no character, or not yet
 CONTEXT = 16  # tokens before a text whose decoding tells how it begins
+CHARACTER = 4  # bytes of the longest character, so tokens at most
+LONGEST = 16  # tokens that wait for a whole character: a tokenizer may have told none of so many stray bytes
 # what a parser of answers raises at a text that its template does not foresee
 WRITTEN_WRONGLY = (ValueError, TypeError, LookupError, AttributeError, RuntimeError)
 
@@ -23,6 +25,8 @@ class TextOfTokens:
     def __init__(self, tokenizer, before: Sequence[int] = (), skip_special_tokens: bool = True):
         self.tokenizer, self.skip_special_tokens = tokenizer, skip_special_tokens
         self.told, self.text_of_told, self.pending = [], "", []
+        added = tokenizer.added_tokens_decoder.items() if skip_special_tokens else ()
+        self.skipped = {number for number, token in added if token.special}
         for token in before[-CONTEXT:]:
             self.add(token)
 
@@ -36,11 +40,17 @@ class TextOfTokens:
         return self.decode(tokens)  # stray bytes: some decoders write U+FFFD for those told before them, too
 
     def add(self, token: int) -> str:
+        if token in self.skipped:
+            return ""
         self.pending.append(token)
         text = self.after_told(self.pending)
-        if not text or text.endswith(INCOMPLETE):
-            return ""
-        self.told, self.pending = self.pending, []
+        if text and not text.endswith(INCOMPLETE):
+            return self.tell(len(self.pending))
+        return self.tell(len(self.pending) - CHARACTER) if len(self.pending) > LONGEST else ""
+
+    def tell(self, count: int) -> str:
+        text = self.after_told(self.pending[:count])
+        self.told, self.pending = self.pending[:count], self.pending[count:]
         self.text_of_told = self.decode(self.told)
         return text
 
@@ -84,6 +94,8 @@ class AnswerParts:
 
 
 def parts_of(event: dict) -> list[str | ToolCall]:
+    if isinstance(calls := event.get("value"), list) and event.get("field") == "tool_calls":  # of one region
+        return [part for call in calls for part in parts_of({**event, "value": call})]
     try:
         return response_events_to_chunks([event])
     except WRITTEN_WRONGLY:  # a tool call without a name or arguments

@@ -9,7 +9,7 @@ from fastapi.responses import JSONResponse, Response
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.model_manager import ModelManager
-from transformers.cli.serving.utils import GenerationState, ToolCall
+from transformers.cli.serving.utils import GenerationState, ReasoningText, ToolCall
 from transformers.utils.chat_parsing import ResponseParser
 
 from .asked import Asked, current_request
@@ -49,7 +49,11 @@ class OneModel(ModelManager):
         asked.stops = StopTexts(asked.stops.texts)  # it has searched the text without special tokens
         told = asked.parts(self.tokenizer, [], parser).whole(ids.tolist())
         calls = [{"function": vars(part)} for part in told if isinstance(part, ToolCall)]
-        return {name: value for name, value in {**parser._output, "tool_calls": calls}.items() if value}
+        thoughts = "".join(part for part in told if isinstance(part, ReasoningText)).strip()
+        content = "".join(part for part in told if type(part) is str).strip()
+        # of the two names of thoughts, each version of transformers reads its own
+        fields = {"content": content, "reasoning_content": thoughts, "thinking": thoughts, "tool_calls": calls}
+        return {name: value for name, value in fields.items() if value}
 
 
 class SharedState(GenerationState):
