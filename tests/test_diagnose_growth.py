@@ -104,6 +104,7 @@ def test_unshared_stack_has_the_rule_of_its_depth():
         {"block_norm": "residual_sandwich"},
         {"init_scheme": "zero_output"},
         {"init_scheme": "takase"},
+        {"prelude_norm": True, "num_prelude_layers": 1},
     ],
     ids=str,
 )

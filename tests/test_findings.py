@@ -55,6 +55,7 @@ def test_every_measure_is_explained_and_drawn():
             {"norm": [1, 4, 2, 1, 1.01, 0.99, 1], "growth": 0.25},
             "falls until loop 3 and then stays of one size: after 6 loops it is 0.25 times",
         ),
+        ("norm_trajectory", {"norm": [1, 1, 10, *[3] * 6], "growth": 3.0}, "grows: after 8 loops it is 3.00 times"),
         ("norm_trajectory", {"norm": [1, *(1.02**k for k in range(20))], "growth": 1.02**19}, "grows: after 20 loops"),
         ("norm_trajectory", {"norm": [0, 1, 2, 3, 4, 5, 6, 7, 8], "growth": 8.0}, "grows: after 8 loops"),
         ("norm_trajectory", {"norm": [1, 2, 1, 0], "growth": 0.0}, "falls: after 3 loops it is 0 times"),

@@ -24,8 +24,8 @@ PLAIN_LOOPS = {"injection": ("none",), "inter_loop_norm": ("none",), "loop_dampi
 PLAIN_LOOPS |= {"loop_change_gate": (False,), "loop_embedding": ("none",)}
 PLAIN_LOOPS |= {"loop_lora_rank": (None,), "loop_norms": (False,)}
 FOR_UNSHARED = {**PLAIN_LOOPS, "num_prelude_layers": (0,), "num_coda_layers": (0,), "value_embeddings": (False,)}
-# other schemes start branches at zero, or divide them by the depth
-FOR_THEORY = {**PLAIN_LOOPS, "block_norm": ("pre",), "init_scheme": ("normal", "torch")}
+# other schemes start branches at zero, or divide them by the depth; a normed first state hides them until N is large
+FOR_THEORY = {**PLAIN_LOOPS, "block_norm": ("pre",), "init_scheme": ("normal", "torch"), "prelude_norm": (False,)}
 RULES = ("none", "sqrt", "linear", "factored")
 LOOPS = (1, 2, 4, 8, 16, 32, 64)
 # exponents of N in theorems 1 to 3 and appendix 7.1; updates: eta eps N

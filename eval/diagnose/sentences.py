@@ -44,7 +44,8 @@ def norm_trajectory(result: dict) -> str:
         return f"After its one loop the state has the norm {written(last)}."
     how = "stays of one size" if 0.8 < growth < 1.25 else "grows" if growth > 1 else "falls"
     still = next(k for k in range(count) if all(abs(norm - last) <= STILL * last for norm in norms[k:])) + 1
-    if how != "stays of one size" and still <= count / 2:
+    until = sorted(norms[:still], reverse=growth < 1)
+    if how != "stays of one size" and still <= count / 2 and norms[:still] == until:
         how += f" until loop {still} and then stays of one size"
     return f"The norm of the state {how}: after {counted(count, 'loop')} it is {times(growth)} that after the first."
 
