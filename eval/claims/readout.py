@@ -369,8 +369,8 @@ READOUT = Paper(
         Beyond(
             "tables 2 to 5, 10, 12 and 13",
             "what else these tables have at 129M, as that with a loss at every loop the norm is 56,051 behind a "
-            "normed readout, 77 behind a raw one, 83 with a norm after the last loop alone and 22 with the penalty, at "
-            "perplexities of 5.35, 4.92, 4.93 and 4.91; with one at the last loop 5,997, 24 and, with the penalty, "
+            "normed readout, 77 behind a raw one, 83 with a norm after the last loop alone and 22 with the penalty, "
+            "at perplexities of 5.35, 4.92, 4.93 and 4.91; with one at the last loop 5,997, 24 and, with the penalty, "
             "27, at 4.88, 4.92 and 4.81",
             f"{LARGER} that has the number",
         ),
