@@ -265,6 +265,8 @@ def test_an_error_is_one_line(error, monkeypatch):
     [
         (Divergence("the loss is nan"), "error: the loss is nan"),
         (ModuleNotFoundError("No module", name="lm_eval"), "error: lm_eval is not installed: pip install"),
+        (ModuleNotFoundError("No module", name="resource"), "error: Python has no module 'resource' on this system"),
+        (ModuleNotFoundError("Could not import module 'GPT2Model'"), "error: Could not import module 'GPT2Model'"),
         (torch.OutOfMemoryError("CUDA out of memory. Tried to"), "error: CUDA out of memory: use a smaller batch"),
         (ImportError("looped serve needs more"), "error: looped serve needs more"),
     ],

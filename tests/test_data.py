@@ -516,6 +516,12 @@ def kill_after_some_parts(data: DataConfig, who: str):
         shards.prepare(data)
 
 
+def test_a_system_that_can_not_fork_says_so(make_data, monkeypatch):
+    monkeypatch.setattr(parts.multiprocessing, "get_all_start_methods", lambda: ["spawn"])
+    with pytest.raises(CommandError, match="data.num_proc=2 forks processes, which this system can not: leave it out"):
+        shards.prepare(make_data(num_proc=2))
+
+
 @pytest.mark.parametrize("who", ["worker", "parent"])
 @pytest.mark.some(1)
 def test_killed_processes_leave_parts_that_are_kept(make_data, tmp_path, who):

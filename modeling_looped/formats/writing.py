@@ -158,6 +158,8 @@ def remove_leftovers(folder: Path):
 
 
 def is_running(process: int) -> bool:
+    if os.name == "nt":  # where 0 is no question but Ctrl+C
+        return True
     try:
         os.kill(process, 0)
     except ProcessLookupError:

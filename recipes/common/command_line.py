@@ -299,11 +299,14 @@ def end_on_signals():
 def told(error: Exception) -> str | None:
     """Return one line about an error that the user can fix; None for a bug in this program."""
     said = " ".join(str(error).split("\n")) if str(error) else "no further reason"
-    if isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith(("modeling_looped", "looped_")):
-        return f"error: {error.name} is not installed: pip install 'modeling-looped[train,eval]'"
+    missing = error.name if isinstance(error, ModuleNotFoundError) else None  # None also of lazy imports
+    if missing in sys.stdlib_module_names:
+        return f"error: Python has no module {missing!r} on this system"
+    if missing is not None and not missing.startswith(("modeling_looped", "looped_")):
+        return f"error: {missing} is not installed: pip install 'modeling-looped[train,eval]'"
     if type(error).__name__ == "OutOfMemoryError":  # torch's class, for every type of device
         return f"error: {said.partition('. ')[0]}: use a smaller batch, or fewer and shorter rows"
-    if isinstance(error, (ValueError, OSError, CommandError)) or type(error) is ImportError and error.name is None:
+    if isinstance(error, (ValueError, OSError, CommandError)) or isinstance(error, ImportError) and error.name is None:
         return f"error: {said}"
     return None
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 
+ON_WINDOWS = os.name == "nt"
 LEFTOVERS = (".saving-*", ".deleting-*")  # left by writers that were killed
 
 
@@ -104,8 +105,11 @@ def sync_all(folder: str | Path):
 
 
 def sync(path: str | Path):
-    """Force a file's content, or the names in a folder, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
+    """Force a file's content, or the names in a folder, to the disk. Windows keeps names itself, and forces only what
+    is open for writing."""
+    if ON_WINDOWS and os.path.isdir(path):
+        return
+    descriptor = os.open(path, os.O_RDWR if ON_WINDOWS else os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

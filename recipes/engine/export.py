@@ -134,7 +134,7 @@ def write_folder(folder: Path, model: nn.Module, state: dict, tokenizer, readme)
     if tokenizer is not None:
         save_pretrained(tokenizer, folder)
     if readme is not None:
-        (folder / "README.md").write_text(readme)
+        (folder / "README.md").write_text(readme, encoding="utf-8")
     write_checksums(folder)
 
 

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from looped_eval.common.model_folder import model_folder
 from looped_recipes import export
-from looped_recipes.common import checksums
+from looped_recipes.common import checksums, files
 from looped_recipes.common.files import append_line, remove_leftovers, write_whole
 from looped_recipes.common.metrics import DIVERGED, MetricsLog, read_metrics
 from looped_recipes.data import shards
@@ -429,6 +429,31 @@ def assert_forced(order: list, path: Path):
     at = order.index(path)
     missing = [each for each in (path, *path.rglob("*")) if each.stat().st_ino not in order[:at]]
     assert missing == [] and path.parent.stat().st_ino in order[at:]
+
+
+def test_windows_forces_what_is_open_for_writing_and_no_folders(tmp_path, monkeypatch):
+    opened, forced = {}, []
+
+    def as_windows_opens(path, flags, *arguments):
+        if os.path.isdir(path):
+            raise PermissionError(path)
+        descriptor = os_open(path, flags, *arguments)
+        opened[descriptor] = flags & os.O_ACCMODE
+        return descriptor
+
+    def as_windows_forces(descriptor):
+        if opened[descriptor] == os.O_RDONLY:
+            raise OSError("a descriptor that only reads")
+        forced.append(descriptor)
+
+    os_open = os.open
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner" / "file").touch()
+    monkeypatch.setattr(files, "ON_WINDOWS", True)
+    monkeypatch.setattr(os, "open", as_windows_opens)
+    monkeypatch.setattr(os, "fsync", as_windows_forces)
+    files.sync_all(tmp_path)
+    assert len(forced) == 1
 
 
 def test_what_is_written_is_on_the_disk_before_it_has_its_name(tmp_path, order):
