@@ -25,11 +25,16 @@ from hypothesis import HealthCheck, settings  # noqa: E402
 from transformers import dynamic_module_utils  # noqa: E402
 
 
-# quick: the same examples in every run, so that a failure is the change's; thorough (make test-all): fresh ones
+# quick: the same few examples in every run, so that a failure is the change's; thorough (make test-all): fresh ones
 settings.register_profile(
-    "quick", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+    "quick",
+    deadline=None,
+    derandomize=True,
+    max_examples=30,
+    suppress_health_check=[HealthCheck.too_slow],
+    print_blob=True,
 )
-settings.register_profile("thorough", settings.get_profile("quick"), derandomize=False)
+settings.register_profile("thorough", settings.get_profile("quick"), derandomize=False, max_examples=100)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 

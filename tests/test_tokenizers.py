@@ -35,6 +35,7 @@ TEXTS = [
 ] * 3
 BPE = train_bpe(TEXTS, 300)
 WORD = train_word(TEXTS, 100)
+BYTES = token_bytes(BPE)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +59,7 @@ def test_bpe_cuts_as_gpt4_does(text, pieces):
 def test_bpe_keeps_every_byte(text):
     ids = BPE(text, add_special_tokens=False)["input_ids"]
     assert BPE.decode(ids) == text
-    assert token_bytes(BPE)[ids].sum() == len(text.encode())
+    assert BYTES[ids].sum() == len(text.encode())
 
 
 @given(st.lists(st.sampled_from(["<|bos|>", "<|eos|>", "<|pad|>", "a", " ", "<"]), max_size=6).map("".join))
