@@ -331,13 +331,14 @@ class Switch(Collector):
 
 
 def test_falls_back_where_drafts_are_wrong_and_says_so(passes, monkeypatch):
-    """Later loops contradict the first; from the 100th token on they agree with it."""
+    """Later loops contradict the first; from the 40th token on they agree with it."""
+    monkeypatch.setattr(speculation, "PROBE_EVERY", 4)
     monkeypatch.setattr(PassSeconds, "line", lambda self: (1.0, 0.6))
     said = []
     monkeypatch.setattr(speculation.logger, "warning_once", said.append)
-    model = model_of("prelude_coda_grouped", injection="none", max_position_embeddings=512)
-    switch, ids = Switch(model, at=100), random_ids(1, 6)
-    out = greedy(model, ids, draft_loops=1, max_new_tokens=480, streamer=switch, return_dict_in_generate=True)
+    model = model_of("prelude_coda_grouped", injection="none", max_position_embeddings=256)
+    switch, ids = Switch(model, at=40), random_ids(1, 6)
+    out = greedy(model, ids, draft_loops=1, max_new_tokens=160, streamer=switch, return_dict_in_generate=True)
     plans = [plan for plan, _ in passes]
     given_up = plans.index(None)
     assert given_up < 4 * (FEWEST_RECORDS + 2)
