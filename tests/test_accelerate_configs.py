@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import stat
 import subprocess
 import sys
@@ -253,79 +254,82 @@ def executable(path: Path, text: str):
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
 
 
-def test_slurm_starts_one_launcher_per_machine(tmp_path):
-    """With a scheduler of three shell scripts: srun runs its command once per machine."""
-    executable(tmp_path / "scontrol", "#!/bin/sh\nprintf 'first\\nsecond\\n'\n")
-    executable(
-        tmp_path / "srun",
-        '#!/bin/bash\nwhile [[ "$1" == --* ]]; do shift; done\nfor i in 0 1; do SLURM_NODEID=$i "$@"; done\n',
-    )
-    executable(tmp_path / "accelerate", '#!/bin/sh\nprintf "%s|" "$@"\necho\n')
-    environment = {
-        **os.environ,
-        "PATH": f"{tmp_path}:{os.environ['PATH']}",
-        "SLURM_JOB_NODELIST": "node[1-2]",
-        "SLURM_NNODES": "2",
-        "SLURM_GPUS_ON_NODE": "4",
+SRUN = """#!/bin/bash
+launchers=()
+trap 'kill -KILL "${launchers[@]}"; exit 137' TERM
+while [[ "$1" == --* ]]; do shift; done
+for ((i = 0; i < SLURM_NNODES; i++)); do SLURM_NODEID=$i "$@" & launchers+=($!); done
+echo "${launchers[@]}" > started && mv started launchers
+for launcher in "${launchers[@]}"; do wait "$launcher" || status=$?; done
+exit "${status:-0}"
+"""
+
+
+def slurm_of_scripts(folder: Path, launcher: str, srun: str = SRUN, scontrol: str = "") -> dict:
+    """How to start slurm.sh as job 7 on two machines. Told to end, srun kills the launchers, as the real one does;
+    scancel reaches them. launcher: what `accelerate` does on each machine."""
+    scripts = {
+        "accelerate": f"#!/bin/bash\n{launcher}\n",
+        "scancel": '#!/bin/sh\n[ "$*" = "--signal=TERM 7.0" ] && kill -TERM $(cat launchers)\n',
+        "scontrol": f'#!/bin/sh\nif [ "$1" = requeue ]; then echo "$2" >> queued; exit; fi\n{scontrol}\n'
+        "printf 'first\\nsecond\\n'\n",
+        "srun": srun,
     }
+    for name, text in scripts.items():
+        executable(folder / name, text)
+    own = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "4"}
+    return {"cwd": folder, "env": {**os.environ, **own, "PATH": f"{folder}:{os.environ['PATH']}"}}
+
+
+def slurm_job(how: dict) -> subprocess.Popen:
+    return subprocess.Popen(["bash", str(CONFIGS / "slurm.sh"), "a.yaml"], **how, stdout=subprocess.DEVNULL)
+
+
+def test_slurm_starts_one_launcher_per_machine(tmp_path):
+    how = slurm_of_scripts(tmp_path, 'printf "%s\\n" "$@" > said.$SLURM_NODEID')
     script = ["bash", str(CONFIGS / "slurm.sh")]
-    run = script + ["recipes/parcae/small.yaml", "training.output_dir=/a folder/x"]
-    done = subprocess.run(run, env=environment, capture_output=True, text=True, check=True)
-    lines = [line.strip("|").split("|") for line in done.stdout.splitlines()]
-    assert len(lines) == 2
-    for rank, arguments in enumerate(lines):
-        assert arguments[-4:] == ["-m", "looped_recipes.pretrain", *run[2:]]
+    run = ["recipes/parcae/small.yaml", "training.output_dir=/a folder/x"]
+    subprocess.run([*script, *run], **how, check=True)
+    for rank in range(2):
+        arguments = (tmp_path / f"said.{rank}").read_text().splitlines()
+        assert arguments[-4:] == ["-m", "looped_recipes.pretrain", *run]
         options = dict(zip(arguments[1:-4:2], arguments[2:-4:2]))
         assert options["--machine_rank"] == str(rank) and options["--main_process_ip"] == "first"
         assert options["--num_machines"] == "2" and options["--num_processes"] == "8"
         assert (ROOT / options["--config_file"]).is_file()
-    assert subprocess.run(script, env=environment, capture_output=True).returncode == 2
+    assert subprocess.run(script, **how, capture_output=True).returncode == 2
 
 
-def test_a_slurm_job_that_is_told_to_end_lets_the_run_save_and_is_queued_again(tmp_path):
-    """srun stands for a run that saves and ends with 143 when it is told to end, or for one that was done by then."""
-    executable(
-        tmp_path / "scontrol",
-        f'#!/bin/sh\nif [ "$1" = requeue ]; then echo "$2" >> {tmp_path}/queued; else echo first; fi\n',
-    )
-    environment = {
-        **os.environ,
-        "PATH": f"{tmp_path}:{os.environ['PATH']}",
-        "SLURM_JOB_NODELIST": "n",
-        "SLURM_JOB_ID": "7",
-    }
-    for status, queued in ((143, "7\n"), (0, None)):
-        (tmp_path / "queued").unlink(missing_ok=True)
-        (tmp_path / "begun").unlink(missing_ok=True)
-        executable(
-            tmp_path / "srun",
-            f"#!/bin/bash\ntrap 'sleep 0.3; echo saved > {tmp_path}/saved; exit {status}' TERM\n"
-            f"touch {tmp_path}/begun\nfor ((i = 0; i < 100; i++)); do sleep 0.1; done\n",
-        )  # no $(...): bash 5.2 may lose a trap whose signal comes while it reads one
-        job = subprocess.Popen(
-            ["bash", str(CONFIGS / "slurm.sh"), "a.yaml"], env=environment, stdout=subprocess.DEVNULL
-        )
-        wait_until((tmp_path / "begun").exists)
-        job.terminate()
-        assert job.wait(20) == status and (tmp_path / "saved").exists()
-        assert ((tmp_path / "queued").read_text() if (tmp_path / "queued").exists() else None) == queued
+@pytest.mark.parametrize(
+    "told, status, queued",
+    [
+        (signal.SIGUSR1, 143, True),
+        (signal.SIGUSR1, 0, False),  # the run was done by then
+        (signal.SIGTERM, 143, False),  # scancel 7: Slurm tells the shell and the launchers
+    ],
+    ids=["stopped", "done", "cancelled"],
+)
+def test_a_slurm_job_that_is_told_to_end_lets_the_run_save(tmp_path, told, status, queued):
+    """Before its time is up it is queued again, after scancel it is not."""
+    launcher = f"trap 'sleep 0.3; touch saved.$SLURM_NODEID; exit {status}' TERM\ntouch begun.$SLURM_NODEID\n"
+    # no $(...): bash 5.2 may lose a trap whose signal comes while it reads one
+    how = slurm_of_scripts(tmp_path, launcher + "for ((i = 0; i < 200; i++)); do sleep 0.1; done")
+    job = slurm_job(how)
+    wait_until(lambda: len(list(tmp_path.glob("begun.*"))) == 2 and (tmp_path / "launchers").exists())
+    job.send_signal(told)
+    if told == signal.SIGTERM:
+        subprocess.run(["./scancel", "--signal=TERM", "7.0"], **how, check=True)
+    assert job.wait(20) == status and len(list(tmp_path.glob("saved.*"))) == 2
+    assert (tmp_path / "queued").exists() == queued
 
 
-def test_a_slurm_job_that_is_told_to_end_before_its_run_begins_is_queued_again(tmp_path):
-    executable(
-        tmp_path / "scontrol",
-        f'#!/bin/sh\nif [ "$1" = requeue ]; then echo "$2" >> {tmp_path}/queued; exit; fi\n'
-        f"touch {tmp_path}/asked\nuntil [ -e {tmp_path}/told ]; do sleep 0.02; done\necho first\n",
-    )
-    executable(tmp_path / "srun", "#!/bin/sh\nexec sleep 60\n")
-    environment = {
-        **os.environ,
-        "PATH": f"{tmp_path}:{os.environ['PATH']}",
-        "SLURM_JOB_NODELIST": "n",
-        "SLURM_JOB_ID": "7",
-    }
-    job = subprocess.Popen(["bash", str(CONFIGS / "slurm.sh"), "a.yaml"], env=environment, stdout=subprocess.DEVNULL)
+@pytest.mark.parametrize("begun", [False, True], ids=["before srun", "before its step"])
+def test_a_slurm_job_that_is_told_to_end_before_its_run_begins_is_queued_again(tmp_path, begun):
+    told = "touch asked; until [ -e told ]; do sleep 0.02; done"
+    srun = f"#!/bin/sh\n{told if begun else ''}\nexec sleep 60\n"
+    job = slurm_job(slurm_of_scripts(tmp_path, "", srun, "" if begun else told))
     wait_until((tmp_path / "asked").exists)
-    job.terminate()
-    (tmp_path / "told").touch()
+    job.send_signal(signal.SIGUSR1)
+    if not begun:
+        (tmp_path / "told").touch()
     assert job.wait(30) == 143 and (tmp_path / "queued").read_text() == "7\n"

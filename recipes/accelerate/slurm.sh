@@ -2,15 +2,15 @@
 # sbatch --nodes 4 recipes/accelerate/slurm.sh recipes/parcae/small.yaml training.output_dir=/shared/runs/parcae-small
 #
 # One launcher per machine, one process per GPU. output_dir and data.cache_dir must lie where all machines see them.
-# Five minutes before its time is up, or when it is told to end, the run saves the step it is at, and the job is queued
-# again until the run is done; scancel JOB ends it for good. A job that is submitted again goes on, too.
+# Five minutes before its time is up, or after `scancel --batch --signal=USR1 JOB`, the run saves the step it is at, and
+# the job is queued again, until the run is done; scancel JOB ends it for good. A job submitted again goes on, too.
 #SBATCH --job-name=looped
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=8
 #SBATCH --cpus-per-task=96
 #SBATCH --time=24:00:00
 #SBATCH --requeue
-#SBATCH --signal=B:TERM@300
+#SBATCH --signal=B:USR1@300
 #SBATCH --open-mode=append
 #SBATCH --output=%x-%j.log
 set -euo pipefail
@@ -20,12 +20,18 @@ if [ $# -lt 1 ]; then
     exit 2
 fi
 
-# the signal comes to this shell alone: it goes to the run, which saves, and then the job is queued again
+# USR1 comes to this shell alone. The launchers get TERM from Slurm: srun, if it were told to end, would kill them
 run=
 stopped=
-trap 'stopped=yes; [ -z "$run" ] || kill -TERM "$run" 2>/dev/null || true' TERM
+stop() {
+    woken=yes stopped=yes
+    [ -z "$run" ] || scancel --signal=TERM "$SLURM_JOB_ID.0" || kill "$run" 2>/dev/null || true
+}
+trap stop USR1
+trap woken=yes TERM  # of scancel JOB, which the launchers get too
 
-first_machine=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+machines=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+first_machine=${machines%%$'\n'*}
 gpus=${SLURM_GPUS_ON_NODE:-8}
 
 # SLURM_NODEID differs between machines, so the launcher's arguments are put together there
@@ -42,11 +48,10 @@ srun --kill-on-bad-exit=1 bash -c '
         -m looped_recipes.pretrain "$@"
 ' launcher "$@" &
 run=$!
-[ -z "$stopped" ] || kill -TERM "$run" 2>/dev/null || true  # it came before there was a run
-status=0
-wait "$run" || status=$?
-while kill -0 "$run" 2>/dev/null; do  # wait returns when the signal comes
-    status=0
+[ -z "$stopped" ] || kill "$run" 2>/dev/null || true  # it came before there was a run, which has nothing to save
+woken=yes
+while [ -n "$woken" ]; do  # wait returns when a signal comes
+    woken= status=0
     wait "$run" || status=$?
 done
 if [ -n "$stopped" ] && [ "$status" -ne 0 ]; then
