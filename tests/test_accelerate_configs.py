@@ -257,7 +257,7 @@ def executable(path: Path, text: str):
 SRUN = """#!/bin/bash
 launchers=()
 trap 'kill -KILL "${launchers[@]}"; exit 137' TERM
-while [[ "$1" == --* ]]; do shift; done
+while [[ "$1" == --* ]]; do echo "$1" >> options; shift; done
 for ((i = 0; i < SLURM_NNODES; i++)); do SLURM_NODEID=$i "$@" & launchers+=($!); done
 echo "${launchers[@]}" > started && mv started launchers
 for launcher in "${launchers[@]}"; do wait "$launcher" || status=$?; done
@@ -274,20 +274,26 @@ def slurm_of_scripts(folder: Path, launcher: str, srun: str = SRUN, scontrol: st
         "scontrol": f'#!/bin/sh\nif [ "$1" = requeue ]; then echo "$2" >> queued; exit; fi\n{scontrol}\n'
         "printf 'first\\nsecond\\n'\n",
         "srun": srun,
+        "python": f'#!/bin/sh\nexec "{sys.executable}" "$@"\n',
     }
     for name, text in scripts.items():
         executable(folder / name, text)
     own = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "4"}
-    return {"cwd": folder, "env": {**os.environ, **own, "PATH": f"{folder}:{os.environ['PATH']}"}}
+    own |= {"SLURM_CPUS_PER_TASK": "96", "PYTHONPATH": import_paths(), "PATH": f"{folder}:{os.environ['PATH']}"}
+    return {"cwd": folder, "env": {**os.environ, **own}}
 
 
 def slurm_job(how: dict) -> subprocess.Popen:
     return subprocess.Popen(["bash", str(CONFIGS / "slurm.sh"), "a.yaml"], **how, stdout=subprocess.DEVNULL)
 
 
-def test_slurm_starts_one_launcher_per_machine(tmp_path):
+@pytest.mark.parametrize("launch", [None, "ddp.yaml"])
+def test_slurm_starts_one_launcher_per_machine(tmp_path, launch):
+    """From any folder, with the installed launch file or the one that is named."""
     how = slurm_of_scripts(tmp_path, 'printf "%s\\n" "$@" > said.$SLURM_NODEID')
     script = ["bash", str(CONFIGS / "slurm.sh")]
+    if launch is not None:
+        how["env"]["LAUNCH_FILE"] = str(CONFIGS / launch)
     run = ["recipes/parcae/small.yaml", "training.output_dir=/a folder/x"]
     subprocess.run([*script, *run], **how, check=True)
     for rank in range(2):
@@ -296,7 +302,8 @@ def test_slurm_starts_one_launcher_per_machine(tmp_path):
         options = dict(zip(arguments[1:-4:2], arguments[2:-4:2]))
         assert options["--machine_rank"] == str(rank) and options["--main_process_ip"] == "first"
         assert options["--num_machines"] == "2" and options["--num_processes"] == "8"
-        assert (ROOT / options["--config_file"]).is_file()
+        assert Path(options["--config_file"]).samefile(CONFIGS / (launch or "multi_node.yaml"))
+    assert "--cpus-per-task=96" in (tmp_path / "options").read_text().splitlines()
     assert subprocess.run(script, **how, capture_output=True).returncode == 2
 
 

@@ -2,6 +2,7 @@
 # sbatch --nodes 4 recipes/accelerate/slurm.sh recipes/parcae/small.yaml training.output_dir=/shared/runs/parcae-small
 #
 # One launcher per machine, one process per GPU. output_dir and data.cache_dir must lie where all machines see them.
+# LAUNCH_FILE=recipes/accelerate/ddp.yaml in front of sbatch launches as that file says, instead of multi_node.yaml.
 # Five minutes before its time is up, or after `scancel --batch --signal=USR1 JOB`, the run saves the step it is at, and
 # the job is queued again, until the run is done; scancel JOB ends it for good. A job submitted again goes on, too.
 #SBATCH --job-name=looped
@@ -33,13 +34,15 @@ trap woken=yes TERM  # of scancel JOB, which the launchers get too
 machines=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
 first_machine=${machines%%$'\n'*}
 gpus=${SLURM_GPUS_ON_NODE:-8}
+LAUNCH_FILE=${LAUNCH_FILE:-$(python -c 'import looped_recipes as r; print(*r.__path__)')/accelerate/multi_node.yaml}
 
 # SLURM_NODEID differs between machines, so the launcher's arguments are put together there
-export first_machine gpus
+export first_machine gpus LAUNCH_FILE
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=270  # seconds that a launcher gives its processes to save
-srun --kill-on-bad-exit=1 bash -c '
+# srun of Slurm 22.05 to 23.02 does not take the number of cores from sbatch
+srun --kill-on-bad-exit=1 ${SLURM_CPUS_PER_TASK:+"--cpus-per-task=$SLURM_CPUS_PER_TASK"} bash -c '
     exec accelerate launch \
-        --config_file recipes/accelerate/multi_node.yaml \
+        --config_file "$LAUNCH_FILE" \
         --num_machines "$SLURM_NNODES" \
         --num_processes "$((SLURM_NNODES * gpus))" \
         --machine_rank "$SLURM_NODEID" \
