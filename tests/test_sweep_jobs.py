@@ -9,13 +9,16 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from looped_recipes.common.errors import CommandError
+from looped_recipes.engine import sweep_jobs
 from looped_recipes.engine.sweep_jobs import jobs_under_way
 from looped_recipes.engine.sweep_runs import load_sweep
 from looped_recipes.settings.recipe import RecipeError
+from looped_recipes.settings.sweep_files import JOBS
 from looped_recipes.sweep import main
 from tests.helpers_pretrain import SMOKE, logged_losses, smoke_settings
 from tests.helpers_processes import ROOT, import_paths
@@ -118,6 +121,26 @@ def test_a_job_that_is_under_way_is_not_submitted_again(sweep, slurm, tmp_path):
         job.kill()
     (slurm / "ended.7_0").touch()
     assert {name: job.job_id for name, job in under_way.items()} == {NAMES[0]: "7_0"}
+
+
+@needs_submitit
+def test_jobs_of_another_grid_are_remembered(sweep, slurm, tmp_path, monkeypatch):
+    """A grid that is made smaller and larger again does not submit twice what is under way."""
+    submitted = []
+
+    def submit(job, runs):
+        submitted.extend(run.name for run in runs)
+        paths = SimpleNamespace(stderr="log")
+        return [SimpleNamespace(job_id=f"7_{run.name}", wait=lambda: None, paths=paths) for run in runs]
+
+    monkeypatch.setattr(sweep_jobs, "executor_of", lambda *_: SimpleNamespace(map_array=submit))
+    runs = [run for run in load_sweep(sweep("there")[0], sweep("there")[1:]) if run.same_as is None]
+    (tmp_path / "there" / JOBS).mkdir(parents=True)
+    for grid in (runs[:2], runs[2:]):
+        with pytest.raises(CommandError, match="jobs ended before their runs did"):
+            sweep_jobs.train_on_slurm(grid, {})
+    ids = json.loads((tmp_path / "there" / JOBS / "ids.json").read_text())
+    assert submitted == NAMES and ids == {name: f"7_{name}" for name in NAMES}
 
 
 @needs_submitit

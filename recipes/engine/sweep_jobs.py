@@ -58,7 +58,8 @@ def train_on_slurm(runs: list[Run], settings: dict):
     if missing:
         submitted = executor.map_array(TrainingJob(), missing)
         jobs |= {run.name: job for run, job in zip(missing, submitted)}
-        write_whole(ids_of(folder), json.dumps({name: job.job_id for name, job in jobs.items()}, indent=1))
+        ids = {**submitted_ids(folder), **{name: job.job_id for name, job in jobs.items()}}
+        write_whole(ids_of(folder), json.dumps(ids, indent=1))
     print(
         f"{len(missing)} jobs submitted, {len(jobs) - len(missing)} under way already; what they say is in {folder}. "
         "Ctrl-C leaves them running; the same command again waits for them"
@@ -100,12 +101,15 @@ def jobs_under_way(folder: Path, runs: list[Run]) -> dict:
     """Return the jobs that were submitted before and have not ended, by run name."""
     from submitit import SlurmJob
 
-    if not ids_of(folder).exists():
-        return {}
-    ids = json.loads(ids_of(folder).read_text())
+    ids = submitted_ids(folder)
     jobs = {run.name: SlurmJob(folder, ids[run.name]) for run in runs if run.name in ids}
     # Slurm deletes its records of jobs after a while
     return {name: job for name, job in jobs.items() if not job.done() and job.state != "UNKNOWN"}
+
+
+def submitted_ids(folder: Path) -> dict[str, str]:
+    """Return the newest job of every run that was submitted, also of runs that another grid of the sweep had."""
+    return json.loads(ids_of(folder).read_text()) if ids_of(folder).exists() else {}
 
 
 def ids_of(folder: Path) -> Path:
