@@ -20,6 +20,7 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType, gather_object
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from looped_recipes.engine.background import Background
 from looped_recipes.engine.balance import balanced_ranks
@@ -31,6 +32,7 @@ from looped_recipes.engine.distributed import (
     gradients_may_be_missing,
     make_accelerator,
     to_shards,
+    without_sync,
 )
 from looped_recipes.engine.export import export_model
 from looped_recipes.engine.optimizers import (
@@ -68,7 +70,8 @@ def train(
     export: str | None = None,
     disk_full_on: int | None = None,  # the process whose disk is full when it saves
 ) -> dict:
-    """Losses of the steps, the weights after them, and what every process said if it could not save."""
+    """Losses of the steps, how often FSDP2 gathered weights in them, the weights after them, and what every process
+    said if it could not save."""
     if fsdp is not None:
         os.environ.update(ACCELERATE_USE_FSDP=str(fsdp).lower(), **FSDP_SETTINGS)
         has_units = units_of_accelerate or blocks_as_units
@@ -97,7 +100,7 @@ def train(
         evaluate(wrapped)
         assert load_checkpoint(load, wrapped, optimizers)["step"] == steps[0]
 
-    losses = []
+    losses, gathers = [], Gathers()
     for step in range(*steps):
         ids = random_ids(ROWS, LENGTH, seed=step)
         depths = depths_of_step(sampler, looped.config.num_loops, 0, step, range(ROWS))
@@ -109,7 +112,8 @@ def train(
             noise = None
             if looped.config.state_init == "normal":
                 noise = initial_state_of_step(looped, 0, step, mine, LENGTH)
-            with nullcontext() if part == micro_batches - 1 else accelerator.no_sync(wrapped):
+            apart = nullcontext() if part == micro_batches - 1 else without_sync(accelerator, wrapped)
+            with apart, gathers:
                 loss = wrapped(
                     ids[mine],
                     labels=ids[mine],
@@ -145,7 +149,18 @@ def train(
         export_model(export, wrapped)
     to_shards(wrapped)
     weights = {name: whole(parameter) for name, parameter in bare(wrapped).named_parameters()}
-    return {"losses": losses, "weights": weights, "errors": gather_object([error]), "is_sharded": is_sharded}
+    said = {"errors": gather_object([error]), "is_sharded": is_sharded}
+    return {"losses": losses, "gathers": gathers.count, "weights": weights, **said}
+
+
+class Gathers(TorchDispatchMode):
+    """Counts how often the weights of a unit of FSDP2 are gathered."""
+
+    count = 0
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        self.count += operator.overloadpacket is torch.ops.c10d._allgather_base_
+        return operator(*args, **(kwargs or {}))
 
 
 @torch.no_grad()

@@ -624,7 +624,8 @@ def test_units_of_accelerate_give_the_losses_of_one_process(tmp_path):
 def test_blocks_as_units_give_the_losses_of_one_process(num_processes, mesh, tmp_path):
     """Gathered in every loop; also as two replicas of two shards each. Muon shares its matrices out."""
     parcae = {"preset": "parcae", "num_prelude_layers": 1, "num_coda_layers": 1}
-    settings = [PER_LOOP, {"optimizer": MUON, "model": parcae}, {"optimizer": NORMUON, "model": parcae}]
+    muon, normuon = ({"optimizer": each, "model": parcae} for each in (MUON, NORMUON))
+    settings = [PER_LOOP, {**muon, "micro_batches": 2}, normuon]
     tasks = [
         {"steps": [0, 3], "fsdp": True, "blocks_as_units": units, "mesh": mesh, **each}
         for each in settings
@@ -720,8 +721,10 @@ def test_every_kind_of_run_gives_the_losses_of_one_process(tmp_path):
     results = iter(launch(tmp_path, tasks))
     for settings in VARIANTS.values():
         expected = train([0, 4], **settings)
-        for _ in ("ddp", "fsdp2"):
-            assert_close(next(results)["losses"], expected["losses"], rounding(settings))
+        for fsdp in (False, True):
+            result = next(results)
+            assert_close(result["losses"], expected["losses"], rounding(settings))
+            assert result["gathers"] == (4 if fsdp else 0)  # once in a step, also with micro batches
 
 
 def rounding(settings: dict) -> float:

@@ -1,17 +1,17 @@
 """Set up accelerate for looped models, for one process or many.
 
-Under FSDP2 the whole model is one unit: its weights are gathered once per pass, not once per layer and loop, and kept
-until the backward pass has used them. Gradients, optimizer states and the weights between steps are sharded. Looped
-models have few weights for their compute, and with one unit processes whose rows run to different depths never wait
-for each other inside a loop, where they would gather different layers. If the weights do not fit into one GPU,
+Under FSDP2 the whole model is one unit: its weights are gathered once per step, not once per layer and loop, and kept
+until the last backward pass has used them. Gradients, optimizer states and the weights between steps are sharded.
+Looped models have few weights for their compute, and with one unit processes whose rows run to different depths never
+wait for each other inside a loop, where they would gather different layers. If the weights do not fit into one GPU,
 fsdp_auto_wrap_policy makes every block a unit, which is gathered and reduced in every loop.
 """
 
 import functools
 import math
 import os
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 
 import torch
@@ -177,6 +177,18 @@ def with_autocast(accelerator: Accelerator, forward: Callable) -> Callable:
 def bare(model: nn.Module) -> nn.Module:
     """Return the model inside DDP's wrapper."""
     return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+
+
+@contextmanager
+def without_sync(accelerator: Accelerator, model: nn.Module) -> Iterator[None]:
+    """For all passes of a step but the last: each process adds up its gradients, and under FSDP2 the unit of the whole
+    model, but not those of blocks, keeps its gathered weights for the next pass."""
+    with accelerator.no_sync(model):
+        if isinstance(model, FSDPModule):
+            model.set_reshard_after_backward(False, recurse=False)
+        yield
+        if isinstance(model, FSDPModule):
+            model.set_reshard_after_backward(True, recurse=False)
 
 
 def rebuilds_buckets(model: nn.Module) -> bool:

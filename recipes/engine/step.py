@@ -19,7 +19,7 @@ from modeling_looped import generator_of
 from .batches import Batches
 from .behind import Behind
 from .compiling import begin_step
-from .distributed import bare, fill_missing_gradients, rebuilds_buckets
+from .distributed import bare, fill_missing_gradients, rebuilds_buckets, without_sync
 from .interruption import Interruption
 from .monitor import Monitor, StateNorms
 from .optimizers import apply_step_settings, learning_rates, set_learning_rates
@@ -109,7 +109,7 @@ class Steps:
         for i, (number, batch, loss_positions, depths, noise) in enumerate(self.batches.of_step(step)):
             if self.batches.has_dropout:  # all other random draws of a pass use separate generators
                 set_seed(generator_of("dropout", self.recipe.training.seed, step, number).initial_seed() % 2**32)
-            with accelerator.no_sync(self.model) if i < count - 1 else nullcontext():
+            with without_sync(accelerator, self.model) if i < count - 1 else nullcontext():
                 outputs = self.model(
                     **batch,
                     num_loops=depths if len(set(depths)) > 1 else depths[0],
