@@ -5,11 +5,14 @@ from contextlib import redirect_stdout
 from dataclasses import fields
 
 import pytest
+import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from looped_recipes.common.cluster import Cluster, least_between, muon_flops, muon_shapes
-from looped_recipes.common.flops import sizes
+from looped_recipes.common.flops import sizes, validation_flops_per_token
 from looped_recipes.engine.optimizers import build_optimizers
+from looped_recipes.engine.validation import losses_at
 from looped_recipes.plan import ASSUMED, main
 from looped_recipes.settings.costs import on_cluster
 from looped_recipes.settings.recipe import RecipeError, load_recipe
@@ -39,11 +42,31 @@ def test_numbers_of_the_large_run():
     assert lines["products of a step"] == f"{products:.3f} s"
     checkpoint = 12 * parameters - 4 * 679_481_856  # bytes; so many lie in matrices of blocks, which have one moment
     assert lines["checkpoint"] == f"{checkpoint / 1e9:.1f} GB, {checkpoint / 5e9:.1f} s"
-    assert lines["communication of a step"].startswith(f"{8 * parameters * 63 / 64 / 1e9:.1f} GB")
+    sent = 4 * parameters + 4 * parameters + 4 * 679_481_856  # weights, gradients, and momenta of matrices of blocks
+    assert lines["communication of a step"].startswith(f"{sent * 63 / 64 / 1e9:.1f} GB")
     hours = float(lines["the run, communication hidden"].split()[0])
+    layer = 2 * 12 * 1536**2 + 4 * 1536 * 2048  # a forward pass of a token, whose head has 32768 rows
+    validation = 8 * (1 + 16 + 16) * layer + 16 * 2 * 1536 * 32768  # sixteen loops, each read through a coda
+    validation *= 1024 * 2048 / 64 / (989e12 * 0.5) / 250
+    part = float(lines["time in validation"].removesuffix("%")) / 100
     seconds = products + float(lines["Muon's iterations of a step"].split()[0])
-    assert hours == pytest.approx((steps * seconds + steps / 500 * checkpoint / 5e9) / 3600, rel=0.01)
+    assert part == pytest.approx(validation / (validation + seconds), abs=0.001)
+    seconds += validation
+    assert hours == pytest.approx((steps * seconds + steps / 500 * checkpoint / 5e9) / 3600, rel=0.005)
     assert float(lines["GPU hours"].split()[0].replace(",", "")) == pytest.approx(64 * hours, rel=0.01)
+
+
+@pytest.mark.parametrize("system", [{}, {"residual_scaling": "sqrt", "residual_depth": "run"}], ids=str)
+def test_operations_of_validation_are_those_of_its_passes(system):
+    """Of one pass that reads all loops, or of a pass for each depth; norms are beside."""
+    width = {"hidden_size": 256, "num_prelude_layers": 1, "num_coda_layers": 2}
+    model, ids = tiny_model(num_loops=4, **width, **system).eval(), random_ids(1, 16)
+    model.set_attn_implementation("eager")
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        losses_at(model, model.config, [2, 4], {"input_ids": ids, "labels": ids})
+    assert validation_flops_per_token(model.config, 16, [2, 4]) == pytest.approx(
+        counter.get_total_flops() / 16, rel=0.01
+    )
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -53,6 +53,9 @@ class Run:
     length: int
     kept: float  # bytes of activations per token that are kept for the backward pass
     save_every: int
+    flops_of_held_out_row: float
+    held_out_rows: int
+    evaluate_every: int
     muon: bool
 
 
@@ -77,9 +80,11 @@ class Reckoned:
             run.flops / run.steps / gpus / rate,
             self.muon_flops / rate + self.sent / cluster.network,
         )
-        self.moved = 2 * 4 * p * (gpus - 1) / gpus
+        self.moved = (2 * 4 * p + 4 * self.muon_size) * (gpus - 1) / gpus
         self.traffic = self.moved / cluster.network
         self.step = self.compute + self.muon
+        held_out = run.flops_of_held_out_row * math.ceil(run.held_out_rows / gpus)  # of one GPU
+        self.validation = held_out / rate / run.evaluate_every
         # memory and disk
         self.state, self.checkpoint = 16 * p - 4 * self.muon_size, 12 * p - 4 * self.muon_size
         self.sharded = self.state / gpus + 8 * p
@@ -95,7 +100,8 @@ class Reckoned:
 
     def hours(self, traffic: float) -> float:
         """Return the hours of the run. traffic: seconds per step in which the GPUs wait for communication."""
-        return self.run.steps * (self.step + traffic + self.saving / self.run.save_every) / 3600
+        step = self.step + traffic + self.validation + self.saving / self.run.save_every
+        return self.run.steps * step / 3600
 
 
 def lines_of_a_step(reckoned: Reckoned) -> list[Line]:
@@ -120,7 +126,8 @@ def lines_of_a_step(reckoned: Reckoned) -> list[Line]:
         Line(
             "communication of a step",
             f"{reckoned.moved / GIGA:.1f} GB, {reckoned.traffic:.3f} s",
-            f"8 P (n - 1) / n bytes, fp32 gradients or weights there and back; / {cluster.network / GIGA:g} GB/s",
+            "(8 P + 4 M) (n - 1) / n bytes in fp32: FSDP2 gathers weights, reduces gradients and gathers what Muon "
+            f"iterates on; DDP sends gradients there and back, 8 P; / {cluster.network / GIGA:g} GB/s",
         ),
     ]
 
@@ -174,7 +181,8 @@ def advice_of_memory(reckoned: Reckoned) -> str:
 
 
 def lines_of_the_run(reckoned: Reckoned) -> list[Line]:
-    cluster, every, saving, step = reckoned.cluster, reckoned.run.save_every, reckoned.saving, reckoned.step
+    cluster, run = reckoned.cluster, reckoned.run
+    saving, step, validation = reckoned.saving, reckoned.step, reckoned.validation
     best, worst = reckoned.hours(0.0), reckoned.hours(reckoned.traffic)
     of_gpus = [cluster.gpus * hours for hours in (best, worst)]
     return [
@@ -185,11 +193,19 @@ def lines_of_the_run(reckoned: Reckoned) -> list[Line]:
         ),
         Line(
             "time in checkpoints",
-            f"{saving / (saving + every * step):.1%}",
-            f"{every} steps between two; 1 % from training.save_every={least_between(saving, step)} on",
+            f"{saving / (saving + run.save_every * step):.1%}",
+            f"{run.save_every} steps between two; 1 % from training.save_every={least_between(saving, step)} on",
         ),
         Line(
-            "the run, communication hidden", f"{best:.1f} h", "steps x (products + Muon) + checkpoints: DDP, at best"
+            "time in validation",
+            f"{validation / (validation + step):.1%}",
+            f"{run.flops_of_held_out_row:.3g} FLOPs for a row at all depths, {run.held_out_rows:,} rows every "
+            f"{run.evaluate_every} steps",
+        ),
+        Line(
+            "the run, communication hidden",
+            f"{best:.1f} h",
+            "steps x (products + Muon) + validation + checkpoints: DDP, at best",
         ),
         Line("the run, nothing hidden", f"{worst:.1f} h", "the same with communication: FSDP2 as one unit"),
         Line("GPU hours", " to ".join(f"{hours:,.0f}" for hours in of_gpus), f"{cluster.gpus} x hours"),

@@ -141,6 +141,16 @@ def effective_parameters(config, depth: float, value_tables: bool = True) -> flo
     return n.outer + looped + n.coda + n.head + value_tables * n.value_tables
 
 
+def validation_flops_per_token(config, length: int, loops: list[int]) -> float:
+    """Return the operations per token to read the loss at each of these depths: of one pass that reads all loops, or
+    of a pass for each depth where a pass reads the number of its loops."""
+    if config.reads_run_depth is not None:
+        return sum(forward_flops_per_token(config, length, depth) for depth in loops)
+    n, deepest = sizes(config), max(loops)
+    readout = 2 * (n.coda + n.head) + attention_flops(config, "coda", length)
+    return forward_flops_per_token(config, length, deepest) + (deepest - 1) * readout
+
+
 def forward_flops_per_token(config, length: int, depth: float) -> float:
     n = sizes(config)
     fixed = sum(attention_flops(config, section, length) for section in ("prelude", "coda"))

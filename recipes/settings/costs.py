@@ -9,6 +9,7 @@ from looped_recipes.common.flops import (
     effective_parameters,
     forward_flops_per_token,
     sizes,
+    validation_flops_per_token,
 )
 from looped_recipes.settings.estimates import kept_by_layers
 from looped_recipes.settings.operations import Operations, UnknownEpoch
@@ -58,6 +59,8 @@ def on_cluster(recipe: Recipe, cluster: Cluster) -> list[Line]:
         raise RecipeError(
             f"training.rows_per_step={training.rows_per_step} is not a multiple of --gpus {cluster.gpus}; change one"
         )
+    length, evaluation = recipe.data.sequence_length, recipe.evaluation
+    loops = evaluation.loops or list(range(1, config.num_loops + 1))
     run = Run(
         config=config,
         sizes=sizes(config),
@@ -65,9 +68,12 @@ def on_cluster(recipe: Recipe, cluster: Cluster) -> list[Line]:
         steps=costs["steps"],
         rows_per_step=training.rows_per_step,
         micro_batch=training.micro_batch_size,
-        length=recipe.data.sequence_length,
+        length=length,
         kept=kept_by_layers(recipe, config, bytes_under_bf16),
         save_every=training.save_every,
+        flops_of_held_out_row=length * validation_flops_per_token(config, length, loops),
+        held_out_rows=evaluation.rows,
+        evaluate_every=evaluation.every,
         muon=recipe.optimizer.name != "adamw",
     )
     return cluster_plan(cluster, run)
