@@ -241,7 +241,7 @@ def stopping(table: RowTable, rule: ExitRule, running: list[RunningRow], members
 def score_after_loop(table: RowTable, rule: ExitRule, running: list[RunningRow], members: list[int], state, logits):
     criterion, rows = rule.criterion, in_table([running[i] for i in members])
     remembered, model = table.take(rows, criterion.remembers), running[0].decoder.engine.model
-    score, remembered = criterion.after_loop(model, rows_of(members, state)[:, 0], lambda: logits, remembered)
+    score, remembered = criterion.read(model, rows_of(members, state)[:, 0], lambda: logits, remembered)
     table.put(rows, remembered)
     return score
 

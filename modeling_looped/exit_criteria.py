@@ -128,13 +128,18 @@ class Criterion(NamedTuple):
         """Return the score of the state H after a loop, and what to remember. model: the causal LM; logits: computes
         the logits of H, called only if the criterion needs them."""
         seen = logits() if self.needs == "logits" else state if self.needs == "state" else model.gate(state)
-        score, new_memory = self.score(seen, memory)
-        if undeclared := new_memory.keys() - set(self.remembers):
+        return self.score(seen, memory)
+
+    def read(self, model, state: torch.Tensor, logits: Callable[[], torch.Tensor], memory: Memory) -> Score:
+        """Return what `after_loop` does, also that of a subclass; refuse memories that decoding would not keep."""
+        score, memory = self.after_loop(model, state, logits, memory)
+        if undeclared := memory.keys() - set(self.remembers):
+            name = getattr(self.score, "__name__", type(self).__name__)
             raise ValueError(
-                f"{self.score.__name__} returns {', '.join(sorted(undeclared))} to be remembered, but its Criterion "
-                f"has remembers={self.remembers}: name it there"
+                f"{name} returns {', '.join(sorted(undeclared))} to be remembered, but its Criterion has "
+                f"remembers={self.remembers}: name it there"
             )
-        return score, new_memory
+        return score, memory
 
 
 ExitCriterion = Literal[
@@ -227,7 +232,7 @@ class ExitRule:
         """Return which tokens or rows pass the check after `depth` loops (None: no check), and what to remember."""
         if not self.scores_at(depth):
             return None, memory
-        score, memory = self.criterion.after_loop(model, state, logits, memory)
+        score, memory = self.criterion.read(model, state, logits, memory)
         return (self.exits(score) if self.checks_at(depth) else None), memory
 
     def checked(self, config, num_loops: int | None = None) -> "ExitRule":

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, mo
 from transformers import initialization as init
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from looped_eval.halting.scoring import measure
 from modeling_looped import (
     ExitRule,
     LoopedConfig,
@@ -576,6 +577,28 @@ def test_what_an_own_criterion_remembers_begins_anew_with_every_token(monkeypatc
     assert model.generate(ids, exit_criterion="third", **settings).token_loops[0, 1:].tolist() == [3] * 4
     with pytest.raises(ValueError, match=r"third returns readings to be remembered, .* remembers=\(\)"):
         model.generate(ids, exit_criterion="undeclared", **settings)
+
+
+def test_what_a_subclass_of_the_criterion_remembers_must_be_named_too(monkeypatch):
+    class Third(Criterion):
+        def after_loop(self, model, state, logits, memory):
+            count = memory.get("readings", INITIAL["readings"]) + torch.ones(state.shape[:-1])
+            return count, {"readings": count}
+
+    monkeypatch.setitem(INITIAL, "readings", 0)
+    named = Third(None, "state", exits_above=True, default=3, every_loop=True, remembers=("readings",))
+    monkeypatch.setitem(CRITERIA, "third", named)
+    monkeypatch.setitem(CRITERIA, "undeclared", Third(None, "state", exits_above=True, default=3))
+    model, ids = tiny_model(num_loops=6), random_ids(1, 7)
+    settings = {"max_new_tokens": 5, "return_dict_in_generate": True}
+    assert model.generate(ids, exit_criterion="third", **settings).token_loops[0, 1:].tolist() == [3] * 4
+    for use in (
+        lambda: model.generate(ids, exit_criterion="undeclared", **settings),
+        lambda: model(ids, exit_rule=ExitRule("undeclared")),
+        lambda: measure(model, ids, 3, ["undeclared"], 1),
+    ):
+        with pytest.raises(ValueError, match=r"Third returns readings to be remembered, .* remembers=\(\)"):
+            use()
 
 
 @pytest.mark.parametrize("min_loops", [1, 2, 3, 4, 5])

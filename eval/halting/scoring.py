@@ -40,7 +40,7 @@ def measure(model, rows: torch.Tensor, num_loops: int, names: list[str], batch_s
             logits = model.logits_after_loop(readout, loop)
             known = {"loss": token_losses(logits, targets)}
             for name in names:
-                scored = CRITERIA[name].after_loop(model, state, lambda logits=logits: logits, memories[name])
+                scored = CRITERIA[name].read(model, state, lambda logits=logits: logits, memories[name])
                 known[name], memories[name] = scored
             of_batch.append({name: values.double().cpu() for name, values in known.items()})
         parts.append(of_batch)
