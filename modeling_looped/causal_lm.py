@@ -79,6 +79,11 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin, LoopedLoss
         passed_over = set(self._keys_to_ignore_on_load_unexpected or ())
         self._keys_to_ignore_on_load_unexpected = passed_over - set(LoopedModel.without_head)
 
+    def post_init(self):  # called again by subclasses, which may have put a trunk of their own here
+        super().post_init()
+        if not is_as_written(self, "auxiliary_loss"):
+            self.model.auxiliary_loss_of_head = f"auxiliary_loss of {type(self).__name__}"
+
     @tuples_on_request
     def forward(
         self,

@@ -100,12 +100,15 @@ def warn_of_another_policy(fields: dict):
         )
 
 
-def warn_of_another_loss(config):
-    """Warn of a training pass without labels: a loss made from its outputs depends only on the last loop."""
+def warn_of_another_loss(config, auxiliary: str | None):
+    """Warn of a training pass without labels: a loss made from its outputs depends only on the last loop.
+
+    auxiliary: the name of a loss that the language model's class adds, if any."""
     if torch.compiler.is_compiling():
         return
     own = [f"loop_loss={config.loop_loss!r}"] * (config.loop_loss != "terminal")
     own += [f"{name}={value}" for name, value in config.state_losses.items()]
+    own += [auxiliary] if auxiliary else []
     if config.exit_gate != "none" and torch.distributed.is_available() and torch.distributed.is_initialized():
         logger.warning_once(
             "The exit gate of this model has no part in this training, and DistributedDataParallel fails at weights "

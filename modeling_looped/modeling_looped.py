@@ -87,6 +87,7 @@ class LoopedModel(LoopedPreTrainedModel):
 
     without_head = [r"exit_gate"]  # the trunk has no gate, so it ignores that of a language model's checkpoint
     _keys_to_ignore_on_load_unexpected = without_head
+    auxiliary_loss_of_head: str | None = None  # its name for a warning, where a subclass of the head adds one
 
     def __init__(self, config: LoopedConfig):
         super().__init__(config)
@@ -215,7 +216,7 @@ class LoopedModel(LoopedPreTrainedModel):
         """
         check_arguments(kwargs, TRUNK_ARGUMENTS, type(self).__name__)
         if self.training and torch.is_grad_enabled() and not has_loss:
-            warn_of_another_loss(self.config)
+            warn_of_another_loss(self.config, self.auxiliary_loss_of_head)
         inputs_embeds = self._input_embeddings(input_ids, inputs_embeds)
         depths = self.config.num_loops if num_loops is None else num_loops
         plan = plan_depths(depths, inputs_embeds.shape[0], backprop_loops)

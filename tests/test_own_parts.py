@@ -541,6 +541,24 @@ def test_states_of_every_loop_do_not_make_a_loss_of_the_last_loop_decode_them():
     assert sum(decoded) == 6
 
 
+@pytest.mark.parametrize("with_own_trunk", [False, True])
+def test_a_training_pass_without_labels_says_that_it_has_no_auxiliary_loss(with_own_trunk, monkeypatch):
+    class WithTrunk(WithAuxiliary):
+        def __init__(self, config):
+            super().__init__(config)
+            self.model = LoopedModel(config)
+            self.post_init()
+
+    said = []
+    monkeypatch.setattr("modeling_looped.clients.logger.warning_once", said.append)
+    model, ids = (WithTrunk if with_own_trunk else WithAuxiliary)(tiny_config()), random_ids(2, 7)
+    model.train()(ids, labels=ids)
+    model.eval()(ids)
+    assert not said
+    model.train().model(ids)  # as TRL's trainers do
+    assert f"auxiliary_loss of {type(model).__name__} of this model has no part" in said[0] and "OwnLoss" in said[0]
+
+
 def test_an_auxiliary_loss_costs_no_exits():
     model, ids = WithAuxiliary(tiny_config(num_loops=3)).eval(), random_ids(1, 7)
     found = model.generate(
