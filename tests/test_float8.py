@@ -53,6 +53,15 @@ def test_every_layer_of_the_blocks_and_no_other(kind):
         assert build_optimizers(model, OptimizerConfig(name=name), 10)
 
 
+def test_a_layer_without_a_role_in_a_block_of_ones_own_is_converted():
+    pytest.importorskip("torchao", reason="torchao is not installed")
+    from torchao.float8.float8_linear import Float8Linear
+
+    block = torch.nn.ModuleDict({"own": torch.nn.Linear(32, 16)})
+    float8.convert([block], "tensorwise", emulate=True)
+    assert isinstance(block["own"], Float8Linear)
+
+
 def test_sizes_that_do_not_fit_are_named():
     model = tiny_model(**{**SIZES, "intermediate_size": 100})
     pytest.importorskip("torchao", reason="torchao is not installed")

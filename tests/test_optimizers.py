@@ -57,6 +57,14 @@ def test_muon_takes_the_projections_of_the_blocks_and_adamw_the_rest(preset):
     assert everything == sorted(name for name, _ in model.named_parameters())
 
 
+def test_muon_takes_a_layer_without_a_role_in_a_block_of_ones_own():
+    model = tiny_model(num_core_layers=1)
+    model.model.core[0].mlp.router = torch.nn.Linear(model.config.hidden_size, 4)
+    muon, adamw = build_optimizers(model, OptimizerConfig(**MUON), total_steps=10)
+    assert "model.core.0.mlp.router.weight" in names_of(model, muon.param_groups)
+    assert "model.core.0.mlp.router.bias" in names_of(model, adamw.param_groups)
+
+
 def test_latent_attention_biases_and_gates():
     model = tiny_model(
         kv_latent_size=16, attention_bias="qkv", qk_norm="learned", exit_gate="raw", value_embeddings=True

@@ -46,7 +46,8 @@ def convert(blocks: list[nn.Module], kind: str, emulate: bool = False):
         config = replace(Float8LinearConfig.from_recipe_name(kind), emulate=emulate)
         convert_to_float8_training(block, module_filter_fn=lambda layer, _: is_large(layer), config=config)
         for name, layer in before.items():
-            with_role(block.get_submodule(name), layer.init_role, layer.init_width)
+            if hasattr(layer, "init_role"):  # which nn.Linear in a block of the user's own lacks
+                with_role(block.get_submodule(name), layer.init_role, layer.init_width)
 
 
 def is_large(layer: nn.Module) -> bool:

@@ -134,8 +134,8 @@ def block_matrices(model: nn.Module, value_gates: bool) -> list[nn.Parameter]:
         module.weight
         for section in (trunk.prelude, trunk.core, trunk.coda)
         for module in section.modules()
-        if isinstance(module, nn.Linear) and module.init_role != "zero"
-        if value_gates or module.init_role != "value_gate"
+        if isinstance(module, nn.Linear) and getattr(module, "init_role", None) != "zero"
+        if value_gates or getattr(module, "init_role", None) != "value_gate"
         if module.weight.requires_grad
     ]
 
