@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,8 @@ from looped_recipes.engine.training import Pretraining
 from looped_recipes.export import main as export
 from looped_recipes.pretrain import main
 from looped_recipes.settings.model_file import MODULES, class_in_file
-from looped_recipes.settings.recipe import RecipeError
+from looped_recipes.settings.recipe import RecipeError, load_recipe
+from looped_recipes.settings.run_checks import check_run
 from looped_recipes.sweep import run_sweep
 from modeling_looped import SAMPLERS, LoopedConfig, LoopedForCausalLM
 from modeling_looped.exit_criteria import CRITERIA
@@ -317,6 +319,59 @@ def test_what_neither_the_config_nor_the_class_has_is_refused(settings, message,
     with pytest.raises(RecipeError, match=message):
         main([str(SMOKE / "lt.yaml"), *smoke_settings(training_text, tmp_path / "run"), own, *settings])
     assert not (tmp_path / "run").exists()
+
+
+SETS_OF_LOOPS = """
+import torch
+from torch import nn
+from transformers import initialization as init
+
+from modeling_looped import LoopedForCausalLM
+
+
+class Gain(nn.Module):
+    is_by_loop = True
+
+    def __init__(self, mlp, config):
+        super().__init__()
+        self.mlp, self.gain = mlp, nn.Parameter(torch.empty(config.num_loop_sets, config.hidden_size))
+
+    def init_parameters(self):
+        init.ones_(self.gain)
+
+    def forward(self, x, loop_set):
+        gain = self.gain[loop_set]
+        return self.mlp(x, None) * (gain if gain.ndim == 1 else gain.unsqueeze(1))
+
+
+class GainForCausalLM(LoopedForCausalLM):
+    def __init__(self, config):
+        super().__init__(config)
+        self.model.num_loop_sets = config.num_loop_sets
+        for block in self.model.core:
+            block.mlp = Gain(block.mlp, config)
+        self.post_init()
+"""
+
+
+def test_a_recipe_says_how_many_sets_of_loops_it_has(written, training_text, tmp_path):
+    settings = [*smoke_settings(training_text, tmp_path / "run"), "model.num_loop_parameters=2"]
+    with pytest.raises(RecipeError, match="num_loop_parameters=2 would have no effect without a loop_lora_rank"):
+        check_run(load_recipe(SMOKE / "lt.yaml", settings))
+    recipe = load_recipe(SMOKE / "lt.yaml", [*settings, f"training.model_file={written(SETS_OF_LOOPS, 'own_gain')}"])
+    model = recipe.model_class(check_run(recipe)).eval()
+    plain, ids = LoopedForCausalLM(model.config).eval(), random_ids(2, 7)
+    weights = {name.replace("mlp.mlp", "mlp"): weight for name, weight in model.state_dict().items()}
+    plain.load_state_dict({name: weight for name, weight in weights.items() if "gain" not in name})
+    for ours, theirs in zip(model.model.core, plain.model.core):
+        torch.nn.init.zeros_(ours.mlp.gain[1])
+        calls = count()
+        theirs.mlp.register_forward_hook(lambda *call, calls=calls: call[-1] * (next(calls) == 0))
+    # of two sets the second is that of all loops but the first
+    assert model.model.core[0].mlp.gain.shape == (2, model.config.hidden_size)
+    torch.testing.assert_close(model(ids[1:], num_loops=4).logits, plain(ids[1:], num_loops=4).logits)
+    found = model(ids, num_loops=[1, 4]).logits
+    torch.testing.assert_close(found[1:], model(ids[1:], num_loops=4).logits)
 
 
 def test_a_sampler_of_depths_of_its_own(written, training_text, tmp_path):

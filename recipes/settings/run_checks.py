@@ -18,7 +18,10 @@ from .sections import SECTIONS
 def check_run(recipe: Recipe) -> LoopedConfig:
     """Return the model's config; refuse a recipe of which it is known without data that it can not be run."""
     config = recipe.model_config()
-    check_model(recipe.model, config)
+    given = dict(recipe.model)
+    if recipe.training.model_file is not None:
+        given.pop("num_loop_parameters", None)  # a class of the user's own may have a set for each loop
+    check_model(given, config)
     check_added_fields(recipe.model, recipe.model_class)
     check_sampler(recipe.depth)
     try:
