@@ -124,6 +124,17 @@ def check_layers(config, prelude, core, coda):
             )
 
 
+@torch.no_grad()
+def check_last_state(name: str, final, states: list, plan: DepthPlan):
+    """Refuse a `loop` of a subclass whose states of every loop do not end with the state that it returns."""
+    if not torch.allclose(plan.unsort(final), plan.spread(states)[-1], rtol=0, atol=0, equal_nan=True):
+        raise ValueError(
+            f"{name}.loop returns another state than the last of its {len(states)} states of every loop, so what is "
+            "made of these (losses and logits of every loop, an auxiliary_loss) would be of another model than its "
+            "logits: put a mixture over loops into the list too, after every loop, or make it in core_pass"
+        )
+
+
 def check_serves_deeper_loops(site, slot: int, loop: int):
     """Refuse a site whose `forward` was replaced where another loop needs one: what replaced it reads this slot."""
     if "forward" in vars(site) and not is_wrapped(site, site.forward):

@@ -35,6 +35,7 @@ from .checks import (
     check_computes_again,
     check_hooks_of_weights,
     check_inputs,
+    check_last_state,
     check_layers,
     check_mask,
     check_pass,
@@ -242,6 +243,8 @@ class LoopedModel(LoopedPreTrainedModel):
         state = self.initial_state(embedded, initial_state)
         if exit_watch is None:
             final, states = self.loop(embedded, state, plan, every_loop, context)
+            if every_loop and not is_as_written(self, "loop"):
+                check_last_state(type(self).__name__, final, states, plan)
         else:
             final, states = self.loop_with_exits(embedded, state, plan, context, exit_watch), []
 

@@ -439,6 +439,49 @@ def test_a_loop_of_ones_own_knows_the_loops_of_rows_of_different_depth():
     torch.testing.assert_close(model(ids, num_loops=[1, 3]).logits, torch.cat(one_by_one))
 
 
+class MeanOfLoops(LoopedModel):
+    """Reads out the mean of the states over loops."""
+
+    in_list = False
+
+    def loop(self, embedded, state, plan, every_loop, context):
+        states = super().loop(embedded, state, plan, True, context)[1]
+        means = [torch.stack(states[:loop]).mean(0) for loop in range(1, len(states) + 1)]
+        return means[-1], (means if self.in_list else states) if every_loop else []
+
+
+@pytest.mark.parametrize("num_coda_layers", [0, 1])
+def test_states_of_a_loop_of_ones_own_end_with_what_it_returns(num_coda_layers):
+    model, ids = tiny_model(num_loops=3, num_coda_layers=num_coda_layers), random_ids(2, 7)
+    weights = model.model.state_dict()
+    model.model = MeanOfLoops(model.config).eval()
+    model.model.load_state_dict(weights)
+    logits = model(ids).logits
+    for asked in ({"output_loop_logits": True}, {"output_loop_losses": True, "labels": ids}):
+        with pytest.raises(ValueError, match="MeanOfLoops.loop returns another state than the last of its 3 states"):
+            model(ids, **asked, use_cache=False)
+    model.model.in_list = True
+    outputs = model(ids, output_loop_logits=True, use_cache=False)
+    torch.testing.assert_close(outputs.logits, logits)
+    for depth, found in enumerate(outputs.loop_logits, start=1):
+        torch.testing.assert_close(found, model(ids, num_loops=depth).logits)
+
+
+def test_a_loop_of_ones_own_may_change_its_input_alone():
+    class Scaled(LoopedModel):
+        def loop(self, embedded, state, *others):
+            return super().loop(2 * embedded, state, *others)
+
+    model, ids = tiny_model(num_loops=3, injection="add"), random_ids(2, 7)
+    weights = model.model.state_dict()
+    model.model = Scaled(model.config).eval()
+    model.model.load_state_dict(weights)
+    for asked in ({}, {"backprop_loops": 1}):
+        by_loop = model(ids, num_loops=[1, 3], output_loop_logits=True, **asked).loop_logits[-1]
+        one_by_one = [model(ids[i : i + 1], num_loops=depth).logits for i, depth in enumerate((1, 3))]
+        torch.testing.assert_close(by_loop, torch.cat(one_by_one))
+
+
 # Losses
 
 
