@@ -99,8 +99,8 @@ def class_beside_weights(cls: type, path, kwargs: dict) -> type:
             if not issubclass(found, cls):
                 raise LoopedCheckpointError(
                     f"the code beside the checkpoint {path} defines {found.__name__}, which is no {cls.__name__} of "
-                    "the installed package: open it by that class, or in a process that does not import "
-                    "modeling_looped"
+                    f"the installed package: open it by {auto_class} or that class, or in a process that does not "
+                    "import modeling_looped"
                 )
             found.register_for_auto_class(auto_class)  # so that its code is saved with it again
             return found

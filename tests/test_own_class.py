@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, modeling_utils
+from transformers import AutoModel, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, modeling_utils
 
 from looped_eval.common.run_folder import open_runs
 from looped_eval.halting.command import check as check_halting
@@ -97,6 +97,12 @@ def test_its_folder_opens_by_the_code_in_it(written, tmp_path):
         opened.save_pretrained(tmp_path / opener.__name__)  # with its code again
         again = opener.from_pretrained(tmp_path / opener.__name__, trust_remote_code=True).eval()
         assert torch.equal(again(ids).logits, expected)
+
+
+def test_its_trunk_alone_does_not_open_and_the_class_that_does_is_named(written, tmp_path):
+    class_in_file(written(CODE))(tiny_config(injection="add")).save_pretrained(tmp_path / "saved")
+    with pytest.raises(LoopedCheckpointError, match="no LoopedModel of .*: open it by AutoModelForCausalLM or that"):
+        AutoModel.from_pretrained(tmp_path / "saved", trust_remote_code=True)
 
 
 def test_trusted_code_of_our_own_class_changes_nothing(tmp_path):
