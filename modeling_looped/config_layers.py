@@ -13,6 +13,38 @@ LAYER_TYPES = {"L": "full_attention", "S": "sliding_attention"}  # by the letter
 SHARED_ROPE = "all_layers"  # the name of rotary tables that do not depend on the type of a layer
 
 
+def with_rope_kept(changes: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
+    """Return changes of the fields `before`. Rotary parameters among them that do not name a base or a trained length
+    keep those of `before`, which the weights know; None keeps all."""
+    present = before.get("rope_parameters")
+    if not present:
+        return changes
+    if "rope_theta" in changes:
+        raise LoopedConfigError(
+            f"rope_theta={changes['rope_theta']!r} cannot be set beside rope_parameters={present}: change it there "
+            "and pass the whole as rope_parameters"
+        )
+    others = {name: value for name, value in changes.items() if name not in ("rope_parameters", "rope_scaling")}
+    given = changes.get("rope_scaling") or changes.get("rope_parameters")
+    if isinstance(given, dict):
+        given = rope_over(present, given, before["max_position_embeddings"])
+    return others if given is None else {**others, "rope_parameters": given}
+
+
+def rope_over(before: dict[str, Any], given: dict[str, Any], length: int) -> dict[str, Any]:
+    if any(isinstance(one, dict) for one in given.values()):
+        return {
+            kind: rope_over(before.get(kind, before), one, length) if isinstance(one, dict) else one
+            for kind, one in given.items()
+        }
+    if "rope_theta" not in {**before, **given}:  # there is one for each layer type
+        return {kind: rope_over(one, given, length) for kind, one in before.items()}
+    kept = {"rope_theta": before.get("rope_theta")}
+    if given.get("rope_type", given.get("type")) in ("llama3", "yarn", "longrope"):
+        kept["original_max_position_embeddings"] = before.get("original_max_position_embeddings", length)
+    return {**kept, **given}
+
+
 class BlockSizes(NamedTuple):
     """Sizes of the blocks of one section: prelude, core or coda."""
 

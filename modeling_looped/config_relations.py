@@ -127,6 +127,8 @@ def check_rope_type(config):
             raise ValueError(
                 f"rope_type={rope_type!r} is not one of transformers': default, {', '.join(sorted(known))}"
             )
+        if config.position_embedding == "rope" and one.get("rope_theta") is None:
+            raise ValueError(f"rope_parameters={one} has no rope_theta: add that of the weights, by default 10000.0")
 
 
 def check_loop(config):

@@ -22,7 +22,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.utils import logging
 
 from .config_errors import LoopedConfigError, raise_value_errors
-from .config_layers import DerivedFields
+from .config_layers import DerivedFields, with_rope_kept
 from .config_plans import fsdp_plan, tensor_parallel_plan
 from .config_relations import check_largest, check_relations
 from .foreign_names import (
@@ -152,7 +152,9 @@ class LoopedConfig(DerivedFields):
         qk_norm: "none", "learned" (per head, before RoPE), "all_heads" (learned, over all heads together, before
             RoPE: OLMo 2) or "free" (no parameters, after RoPE). attention_bias: "none", "qk", "qkv", "qkvo".
         position_embedding: "rope" or "learned". rope_parameters: one dict for all layers, or one for each layer type:
-            {"full_attention": {...}, "sliding_attention": {...}}. rope_pattern: letters R (rotary) and N (no
+            {"full_attention": {...}, "sliding_attention": {...}}. Where they replace those of a preset or a saved
+            model, rope_theta and original_max_position_embeddings stay as they were unless they are given, so that
+            {"rope_type": "yarn", "factor": 4.0} makes a context longer. rope_pattern: letters R (rotary) and N (no
             positions), tiled over the layers. rope_rounding: whether cos and sin are rounded to the dtype of the
             stream ("tables"), or only what has been rotated ("rotated", OLMo 2).
         residual_dropout_on: the branches that `residual_dropout` drops before they join the stream: "both",
@@ -408,15 +410,19 @@ class LoopedConfig(DerivedFields):
             of_others = ARGUMENTS_OF_TOKENIZERS | ARGUMENTS_OF_LOADING
             own = {name: value for name, value in kwargs.items() if name not in of_others}
             cls._check_names(own, "it is passed over")
+        names = ("rope_parameters", "rope_scaling", "rope_theta", "max_position_embeddings")
+        changes = {name: kwargs.pop(name) for name in names if name in kwargs}
         made = super().from_dict(config_dict, **kwargs)
+        config = made[0] if isinstance(made, tuple) else made
+        config.update(changes)
         if "num_loops" in kwargs:
-            config = made[0] if isinstance(made, tuple) else made
             config._num_loops_asked_for = True
         return made
 
     def update(self, config_dict: dict[str, Any]):
         """Set fields, as serving engines do with a loaded config; a `num_loops` among them counts as requested."""
-        super().update(config_dict)
+        super().update(with_rope_kept(config_dict, vars(self)))
+        self.standardize_rope_params()
         if "num_loops" in config_dict:
             self._num_loops_asked_for = True
 

@@ -7,6 +7,8 @@ others as overrides. A value may be a function of the other fields, for the few 
 from copy import deepcopy
 from math import sqrt
 
+from .config_layers import with_rope_kept
+
 
 _FLT_BLOCK = {
     # as in the public code: norms without parameters, on the embedding before the first layer (LT_i has one on the sum
@@ -163,7 +165,7 @@ def preset_fields(name: str, overrides: dict) -> dict:
     """Return the fields of preset `name` with `overrides`; functions of fields are evaluated in the order written."""
     if name not in PRESETS:
         raise ValueError(f"there is no preset {name!r}; choose one of {', '.join(sorted(PRESETS))}")
-    fields = {**deepcopy(PRESETS[name]), **overrides}
+    fields = {**deepcopy(PRESETS[name]), **with_rope_kept(overrides, PRESETS[name])}
     pending = {key: value for key, value in fields.items() if callable(value)}
     values = {key: value for key, value in fields.items() if not callable(value)}
     if not all(isinstance(values.get(name, 0), int) for name in ("num_core_layers", "hidden_size")):

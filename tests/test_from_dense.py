@@ -121,6 +121,37 @@ def test_llamas_of_other_fields(fields):
     assert is_tied == fields.get("tie_word_embeddings", False)
 
 
+LONGER = {"linear": {"factor": 4.0}, "yarn": {"factor": 4.0}, "llama3": {
+    "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", LONGER)
+def test_positions_made_longer_keep_their_base_and_their_trained_length(kind, tmp_path):
+    dense = dense_model(rope_parameters={"rope_type": "default", "rope_theta": 77.0})
+    looped(dense).save_pretrained(tmp_path)
+    rope = {"rope_type": kind, **LONGER[kind]}
+    trained = {} if kind == "linear" else {"original_max_position_embeddings": 64}
+    longer = dense_model(rope_parameters={**rope, **trained, "rope_theta": 77.0}, max_position_embeddings=256)
+    opened = LoopedForCausalLM.from_pretrained
+    for name in ("rope_parameters", "rope_scaling"):
+        changes = {"max_position_embeddings": 256, name: rope}
+        assert torch.equal(logits(looped(dense, **changes)), logits(longer))
+        assert torch.equal(logits(opened(tmp_path, attn_implementation="eager", **changes)), logits(longer))
+    assert "rope_theta" not in rope  # the caller's
+
+
+def test_positions_of_two_layer_types_keep_both_bases():
+    dense = dense_model("gemma3_text", layer_types=["sliding_attention", "full_attention"] * 3)
+    before = {kind: rope["rope_theta"] for kind, rope in dense.config.rope_parameters.items()}
+    assert len(set(before.values())) == 2
+    rope = {"rope_type": "linear", "factor": 4.0}
+    for given in (rope, {"full_attention": rope, "sliding_attention": {"rope_type": "default"}}):
+        after = looped(dense, rope_parameters=given).config.rope_parameters
+        assert {kind: parameters["rope_theta"] for kind, parameters in after.items()} == before
+        assert after["full_attention"]["factor"] == 4.0
+        assert ("factor" in after["sliding_attention"]) == (given is rope)
+
+
 # The same function at every depth
 
 

@@ -98,6 +98,17 @@ def test_overrides_win_and_leave_the_preset_alone():
     assert LoopedConfig.from_preset("flt").hidden_size == 384
 
 
+@pytest.mark.parametrize("preset", PRESETS)
+def test_positions_made_longer_keep_the_base_of_the_preset(preset):
+    before = LoopedConfig.from_preset(preset)
+    rope = {"rope_type": "yarn", "factor": 4.0}
+    base, length = before.rope_parameters["rope_theta"], before.max_position_embeddings
+    longer = LoopedConfig.from_preset(preset, rope_parameters=rope)
+    before.update({"rope_scaling": rope})
+    for config in (longer, before):
+        assert config.rope_parameters == {**rope, "rope_theta": base, "original_max_position_embeddings": length}
+
+
 def test_an_unknown_preset_is_named_with_the_choices():
     with pytest.raises(ValueError, match="no preset 'fltt'.*flt_residual"):
         LoopedConfig.from_preset("fltt")

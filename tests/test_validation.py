@@ -322,6 +322,20 @@ def test_numbers_of_another_type_are_refused_by_their_name_in_every_preset(field
                 LoopedConfig.from_preset(preset, **{field: value})
 
 
+def test_a_base_beside_other_rotary_parameters_is_refused_wherever_it_comes_from(tmp_path):
+    tiny_model(rope_parameters=dict(ROPE)).save_pretrained(tmp_path)
+    for make in (LoopedConfig.from_pretrained, LoopedForCausalLM.from_pretrained, AutoConfig.from_pretrained):
+        with refuses(["rope_theta=7.0", "'rope_theta': 500.0", "as rope_parameters"]):
+            make(tmp_path, rope_theta=7.0)
+    with refuses(["rope_theta=7.0", "'rope_theta': 1000000.0", "as rope_parameters"]):
+        LoopedConfig.from_preset("ouro", rope_theta=7.0)
+    config = LoopedConfig(rope_theta=7.0)
+    assert config.rope_parameters["rope_theta"] == 7.0
+    config.rope_parameters = {"rope_type": "linear", "factor": 4.0}
+    with refuses(["'factor': 4.0} has no rope_theta"]):
+        config.validate()
+
+
 def test_depth_that_disagrees_is_refused_when_set():
     config = tiny_config(num_prelude_layers=1)
     config.num_hidden_layers = 7

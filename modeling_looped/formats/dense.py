@@ -25,6 +25,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
 from ..causal_lm import LoopedForCausalLM
+from ..config_layers import with_rope_kept
 from ..config_relations import MOST_LAYERS
 from ..configuration_looped import LoopedConfig
 from ..loading import FILLED
@@ -224,6 +225,7 @@ def looped_config(plain: LoopedConfig, fields: dict, num_loops: int, injection: 
                 f"injection={injection!r} with state_init='embedding' would add the input to itself in the first "
                 "loop, which the dense layers never saw: use state_init='zeros' or 'normal'"
             )
+    overrides = with_rope_kept(overrides, fields)
     unknown = [name for name in overrides if name not in {field.name for field in dataclasses.fields(LoopedConfig)}]
     given: dict[str, Any] = {**fields, "num_loops": num_loops, "injection": injection, **overrides}
     config = LoopedConfig(**given)  # its error says what a foreign name stands for here
