@@ -167,6 +167,7 @@ class RowEngine:
         self.held_before = self.prompt_length - input_ids.shape[1]  # tokens in the cache without ids
         self.cache: Any = self.hold(None if others is None else others.pages)  # LoopedCache or PagedRows
         self.shifts = self.shifts_of(model_kwargs.get("position_ids"))
+        self.furthest = self.prompt_length - 1 + max(self.shifts)  # of all positions so far
         if has_graphs is None:
             has_graphs = can_have_graphs(model, self.options.is_int8)
         self.graphs = RowGraphs(self) if has_graphs else None
@@ -275,8 +276,9 @@ class RowEngine:
         """Return the rotary tables of positions, [rows, 1]: looked up, unless they change with the sequence length."""
         if not self.trunk.ropes:
             return None
-        if rope_type_by_length(self.trunk) is not None:
-            return self.stacked_rotary(x, positions)
+        if rope_type_by_length(self.trunk) is not None:  # of the longest row, also after it has ended
+            self.furthest = max(self.furthest, furthest)
+            return self.stacked_rotary(x, torch.cat([positions, positions.new_full((1, 1), self.furthest)]))[:-1]
         if self.rotary_table is None or furthest >= len(self.rotary_table):
             every = torch.arange(max(furthest + 1, self.cache.capacity), device=x.device)[:, None]
             self.rotary_table = self.stacked_rotary(x, every)

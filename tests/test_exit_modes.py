@@ -403,6 +403,21 @@ def test_kinds_of_rotary_positions(kind):
     assert torch.equal(never.sequences, plain)
 
 
+def test_angles_of_a_batch_stay_those_of_its_longest_row_when_that_has_ended():
+    rope = {"rope_type": "longrope", "rope_theta": 100.0, **ROPE["longrope"]}
+    model = tiny_model(loop_loss="per_loop", max_position_embeddings=8, rope_parameters=rope).double()
+    ids, mask = random_ids(2, 9), torch.ones(2, 9, dtype=torch.long)
+    mask[0, :6] = 0
+    call = {"attention_mask": mask, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    end = int(model.generate(ids, max_new_tokens=2, **call).sequences[1, -1])
+    call |= {"max_new_tokens": 5, "eos_token_id": end, "pad_token_id": 0}
+    plain = model.generate(ids, **call)
+    never = model.generate(ids, exit_criterion="logit_margin", exit_threshold=1e9, **call)
+    assert plain.sequences[1, 11:].eq(0).all() and not plain.sequences[0, 11:].eq(0).any()
+    for one, other in zip(plain.logits, never.logits, strict=True):
+        torch.testing.assert_close(one[0], other[0])
+
+
 @pytest.mark.parametrize("padded", [True, False])
 @pytest.mark.parametrize("system", ["plain", "windows"])
 @pytest.mark.parametrize("name", ["logit_margin", "latent_diff"])
