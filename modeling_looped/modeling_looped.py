@@ -348,6 +348,9 @@ class LoopedModel(LoopedPreTrainedModel):
         in at least fp32 if heads are rounded after the rotation."""
         if self.ropes and self.config.rope_rounding == "rotated":
             x = x.new_empty(1, dtype=wide_dtype(x))
+        for module in map(self.rotary_of, self.ropes):
+            if "dynamic" in getattr(module, "rope_type", ""):  # it keeps the angles of the longest text of any call
+                module.max_seq_len_cached, module.inv_freq = module.original_max_seq_len, module.original_inv_freq
         return {kind: rotary_tables(*self.rotary_of(kind)(x, position_ids=position_ids)) for kind in self.ropes}
 
     def rotary_of(self, kind: str) -> nn.Module:

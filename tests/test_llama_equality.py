@@ -84,6 +84,16 @@ def test_left_padding(shape, attention):
         assert torch.equal(looped(tokens(), attention_mask=mask).logits[mask.bool()], expected[mask.bool()])
 
 
+def test_angles_that_grow_with_a_text_are_not_those_of_an_earlier_one():
+    """A dynamic RoPE of transformers keeps them: there the reference is a Llama that has read nothing else."""
+    rope = {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 4.0}
+    looped = make_looped(rope_parameters=rope, max_position_embeddings=8)
+    with torch.no_grad():
+        for length in (12, 40, 20, 8, 12, 5):
+            ids = tokens(length=length)
+            assert torch.equal(looped(ids).logits, unroll(looped)(ids).logits)
+
+
 def test_packed_documents():
     """Positions that start again at 0 begin a document, which sees nothing of the one before."""
     looped = make_looped(**SHAPES["prelude_and_coda"])
