@@ -127,6 +127,11 @@ def check_rope_type(config):
             raise ValueError(
                 f"rope_type={rope_type!r} is not one of transformers': default, {', '.join(sorted(known))}"
             )
+        if (part := one.get("partial_rotary_factor")) not in (None, 1) and rope_type != "proportional":
+            raise ValueError(
+                f"partial_rotary_factor={part} goes with rope_type='proportional', and not with {rope_type!r}, which "
+                "here rotates the whole head: leave it out"
+            )
         if config.position_embedding == "rope" and one.get("rope_theta") is None:
             raise ValueError(f"rope_parameters={one} has no rope_theta: add that of the weights, by default 10000.0")
 

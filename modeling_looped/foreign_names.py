@@ -113,7 +113,7 @@ FIELDS = {
         rope_base rope_freq_base rotary_base rotary_emb_base base_theta theta
     """,
     "rope_parameters={'full_attention': {...}, 'sliding_attention': {...}}": "rope_local_base_freq local_rope_theta",
-    "rope_parameters={'partial_rotary_factor': ...}": "rotary_pct rotary_dim rope_pct",
+    "head_dim (all of it is rotated)": "rotary_pct rotary_dim rope_pct",
 }
 # the same for arguments of forward and generate
 ARGUMENTS = {

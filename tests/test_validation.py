@@ -93,6 +93,7 @@ REFUSED = {
         {"rope_parameters": {"rope_type": "llama3", "factor": 8.0, "rope_theta": 1e4}},
         ["rope_parameters", "llama3", "low_freq_factor"],
     ),
+    "a part of the head": ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor=0.5", "whole head", "'default'"]),
     # windows
     "pattern letters": ({"window_pattern": "SXL"}, ["window_pattern", "SXL", "S and L"]),
     "empty pattern": ({"window_pattern": ""}, ["window_pattern", "''", "S and L"]),
