@@ -60,7 +60,7 @@ def convert(
     from looped_recipes.engine.foreign_checkpoints import read_training_checkpoint
     from modeling_looped import LoopedForCausalLM
     from modeling_looped.formats.folder import TOKENIZER_FILES, find_file
-    from modeling_looped.formats.writing import check_new, copy_tokenizer, save_public, whole_folder
+    from modeling_looped.formats.writing import check_new, copy_tokenizer, refuse_quantized, save_public, whole_folder
 
     check_new(Path(out))  # before much is read
     if tokenizer is not None and all(find_file(tokenizer, name, {}) is None for name in TOKENIZER_FILES):
@@ -71,6 +71,7 @@ def convert(
         model, own_tokenizer = read_training_checkpoint(source, **depth)
     else:
         model = LoopedForCausalLM.from_pretrained(source, dtype=stored_dtype(source), **depth)
+        refuse_quantized(model)
     tokenizer_of = tokenizer or source
     if to is not None:
         save_public(model, out, to, unroll, tokenizer_of)

@@ -124,6 +124,21 @@ def test_what_a_layout_cannot_say(to, fields, said, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("to", [None, "llama", "nanbeige"])
+def test_quantized_weights_are_refused(to, tmp_path):
+    """Their tensors mean nothing without their scales, which the layouts' names would take along unread."""
+    tiny_model(num_loops=1).save_pretrained(tmp_path / "ours")
+    config = json.loads((tmp_path / "ours" / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "of_elsewhere"}
+    (tmp_path / "ours" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="weights of .*ours are quantized"):
+        run(tmp_path / "ours", tmp_path / "out", *(["--to", to] if to else []))
+    if to:
+        with pytest.raises(ValueError, match="weights of .*ours are quantized"):
+            save_public(LoopedForCausalLM.from_pretrained(tmp_path / "ours"), tmp_path / "out", to)
+    assert [path.name for path in tmp_path.iterdir()] == ["ours"]
+
+
 def test_nothing_is_overwritten(tmp_path):
     folder = write(tmp_path / "public", *made("ouro"))
     for out in (folder, tmp_path / "mine"):

@@ -37,6 +37,7 @@ def save_public(model, folder, to: str, unroll: bool = False, tokenizer_of=None)
         raise ValueError(f"there is no layout {to!r} to write: choose one of {', '.join(LAYOUTS)}")
     if unroll and to != LLAMA.name:
         raise ValueError(f"unroll is of llama, which has no loops; {to!r} has")
+    refuse_quantized(model)
     layout, config, tensors = LAYOUTS[to], model.config, model.state_dict()
     if layout is LLAMA:
         config, tensors = as_one_stack(config, unroll), unrolled_tensors(config, tensors)
@@ -50,6 +51,14 @@ def save_public(model, folder, to: str, unroll: bool = False, tokenizer_of=None)
             copy_tokenizer(tokenizer_of, place)
 
     whole_folder(folder, fill)
+
+
+def refuse_quantized(model):
+    if getattr(model.config, "quantization_config", None) is not None:
+        raise ValueError(
+            f"the weights of {model.config.name_or_path or 'the model'} are quantized: convert the model as it was "
+            "before, and quantize the result"
+        )
 
 
 def public_config(layout: Layout, config: LoopedConfig) -> dict:
