@@ -139,6 +139,31 @@ def test_quantized_weights_are_refused(to, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["ours"]
 
 
+def test_a_saved_depth_is_not_left_out(tmp_path):
+    model = tiny_model(num_loops=3)
+    model.generation_config.num_loops = 2
+    model.save_pretrained(tmp_path / "ours")
+    with pytest.raises(ValueError, match="says num_loops=2 and the config num_loops=3.*--num-loops"):
+        run(tmp_path / "ours", tmp_path / "out", "--to", "nanbeige")
+    for depth in (2, 3):
+        out = tmp_path / str(depth)
+        run(tmp_path / "ours", out, "--to", "llama", "--unroll", "--num-loops", depth)
+        expected = model(IDS, num_loops=depth).logits
+        torch.testing.assert_close(LlamaForCausalLM.from_pretrained(out)(IDS).logits, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("to,fields", [("ouro", {"preset": "ouro"}), ("nanbeige", {})])
+def test_saved_exits_that_a_layout_cannot_say_are_named(to, fields, tmp_path, logged):
+    model = tiny_model(**fields)
+    exits = {"exit_criterion": "gate", "exit_threshold": 0.5} if to == "ouro" else {"exit_criterion": "max_prob"}
+    for name, value in {**exits, "min_loops": 2, "num_loops": model.config.num_loops}.items():
+        setattr(model.generation_config, name, value)
+    save_public(model, tmp_path / "out", to)
+    [said] = [record.getMessage() for record in logged if "left out" in record.getMessage()]
+    assert ("exit_criterion='max_prob'" in said) == (to == "nanbeige") and "min_loops=2" in said
+    assert "exit_threshold" not in said and "num_loops" not in said
+
+
 def test_nothing_is_overwritten(tmp_path):
     folder = write(tmp_path / "public", *made("ouro"))
     for out in (folder, tmp_path / "mine"):

@@ -14,7 +14,7 @@ from transformers.generation import GenerationConfig
 from transformers.utils import logging
 
 from ..configuration_looped import LoopedConfig, LoopedConfigError
-from ..depth_options import DEPTH_FIELDS
+from ..depth_options import DEPTH_FIELDS, differ, listed, set_fields
 from ..pretrained import share_weights
 from .folder import TOKENIZER_FILES, find_file
 from .layout import Layout, Rule, said_differently
@@ -39,11 +39,13 @@ def save_public(model, folder, to: str, unroll: bool = False, tokenizer_of=None)
         raise ValueError(f"unroll is of llama, which has no loops; {to!r} has")
     refuse_quantized(model)
     layout, config, tensors = LAYOUTS[to], model.config, model.state_dict()
+    generation = getattr(model, "generation_config", None)
+    if generation is not None:
+        check_saved_depth(layout, config, generation)
     if layout is LLAMA:
         config, tensors = as_one_stack(config, unroll), unrolled_tensors(config, tensors)
     words = public_config(layout, config)
     stored = public_tensors(layout, config, tensors)
-    generation = getattr(model, "generation_config", None)
 
     def fill(place: Path):
         write(place, layout, words, stored, generation)
@@ -59,6 +61,22 @@ def refuse_quantized(model):
             f"the weights of {model.config.name_or_path or 'the model'} are quantized: convert the model as it was "
             "before, and quantize the result"
         )
+
+
+def check_saved_depth(layout: Layout, config: LoopedConfig, generation: GenerationConfig):
+    """Refuse a saved depth of `generate` beside the config's, and warn of other saved options that are left out."""
+    words, kept = {}, GenerationConfig()
+    layout.write_generation(words, generation)
+    layout.adjust_generation(kept, config, words)  # as it will be read
+    plain = {**DEPTH_FIELDS, "num_loops": config.num_loops, **set_fields(kept)}
+    lost = {name: value for name, value in set_fields(generation).items() if differ(value, plain[name])}
+    if "num_loops" in lost:
+        raise ValueError(
+            f"the generation config says num_loops={lost['num_loops']} and the config num_loops={config.num_loops}, "
+            f"but {layout.title} has one depth: pass --num-loops to `looped convert`, or num_loops to from_pretrained"
+        )
+    if lost:
+        logger.warning(f"the layout of {layout.title} cannot say {listed(lost)} of the generation config: left out")
 
 
 def public_config(layout: Layout, config: LoopedConfig) -> dict:
