@@ -14,14 +14,17 @@ import shutil
 import signal
 import time
 from collections import Counter
+from datetime import date
 from pathlib import Path
 
 import datasets
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from pyarrow.parquet import write_table as write_parquet
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -1126,6 +1129,32 @@ def test_other_columns_may_differ(tmp_path, kind, streaming):
     assert load(one_file, streaming=streaming) == ["0a", "0b"]
     plain = datasets.load_dataset("json" if kind == "jsonl" else kind, data_files=one_file, split="train")
     assert {"text", "body", "meta"} <= set(plain.column_names)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_columns_of_parquet_files_are_texts_in_all_or_refused(tmp_path, streaming):
+    """Of any type of text, null where a file holds none; `datasets` writes numbers and dates as texts."""
+    rows = {"text": pa.array(["d"]), "large": pa.array(["e"], pa.large_string()), "null": pa.array([None], pa.null())}
+    rows |= {"words": pa.array(["f"]).dictionary_encode(), "empty": pa.array([], pa.string())}
+    for name, column in rows.items():
+        write_parquet(pa.table({"text": column}), tmp_path / f"{name}.parquet")
+    assert load(tmp_path, streaming=streaming) == ["e", None, "d", "f"]  # in the order of the names
+    for name, column in {"numbers": [1, 2], "a_date": [date(2020, 1, 1)], "bytes": [b"words"]}.items():
+        odd = tmp_path / f"{name}.parquet"
+        write_parquet(pa.table({"text": column}), odd)
+        said = f"'text' of '{odd}' holds {pa.array(column).type}, not text as that of '{tmp_path}/"
+        with pytest.raises(RecipeError, match=re.escape(said)):
+            load(tmp_path, streaming=streaming)
+        odd.unlink()
+    write_parquet(pa.table({"body": ["words"]}), tmp_path / "other.parquet")
+    with pytest.raises(RecipeError, match=f"'{tmp_path}/other.parquet' has no column 'text', which '{tmp_path}/"):
+        load(tmp_path, streaming=streaming)
+
+
+def test_parquet_files_of_other_splits_may_have_other_columns(tmp_path):
+    write_parquet(pa.table({"text": ["a"]}), tmp_path / "train.parquet")
+    write_parquet(pa.table({"question": ["b"]}), tmp_path / "test.parquet")
+    assert load(tmp_path, streaming=True) == ["a"]
 
 
 def test_a_row_without_text_among_others_is_named(tmp_path):

@@ -29,8 +29,10 @@ from datasets import (
 )
 from datasets.exceptions import DatasetGenerationError
 from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
+from datasets.packaged_modules.parquet.parquet import Parquet
 from fsspec.compression import available_compressions
 from pyarrow.parquet import read_schema
+from pyarrow.types import is_null
 from tqdm import tqdm
 
 from looped_recipes.common.hub import can_only_be_path
@@ -62,6 +64,7 @@ TEXT_DOCUMENT = 4096
 MANY_TEXTS = 1000  # of so many text files enough can be held out whole: they are documents as they are
 LONGEST_TEXT = 2**20  # characters after which even these are cut, for the memory of tokenizers
 LONGEST_REASON = 500  # characters
+PARQUET_ROWS = 1000  # that are read at once
 FRONT_MATTER = re.compile(r"\s*---\s*\n(.*?)\n---\s*$", re.DOTALL | re.MULTILINE)  # the YAML that begins a README.md
 WIKITEXT = {"Salesforce/wikitext", "wikitext"}
 WIKITEXT_ARTICLE = r"\s*= [^=].* =\s*$"  # " = Title = "; sections are " = = Section = = "
@@ -149,6 +152,8 @@ class Source:
             return saved[self.split]
         reader = self._reader(files)
         refuse_unknown_splits(split_names(self.split), splits_of(reader))
+        if isinstance(reader, Parquet):
+            self.refuse_odd_columns(reader)
         of_texts = "" if self.token_field else strict_about_text(reader, self.text_field)
         # `datasets` caches on the disk by path and time of change, which a replaced file may share with the old one
         reader.config_id += f"{of_texts}-files-{_digest_of_files(files)[:16]}"
@@ -184,9 +189,11 @@ class Source:
         builder, options = _builder(self.name, files), {}
         if builder == "text":
             options = {"sample_by": "document"}
-        elif builder == "parquet" and self.column in (schema := read_schema(files[0])).names:
-            if self.token_field or is_text(schema.field(self.column).type):
-                options = {"columns": [self.column]}  # other columns may differ from file to file
+        elif builder == "parquet":
+            options = {"batch_size": PARQUET_ROWS}  # by default as many as the first row group has, which may be none
+            if self.column in (schema := read_schema(files[0])).names:
+                if self.token_field or is_text(schema.field(self.column).type):
+                    options["columns"] = [self.column]  # other columns may differ from file to file
         folder = expanded(self.name)
         if not folder.is_dir():
             data_files = [glob.escape(str(path.absolute())) for path in files]
@@ -225,6 +232,27 @@ class Source:
         if self.token_field is not None:
             documents = documents.with_format("numpy")
         return documents if column == "text" else documents.rename_column(column, "text")
+
+    def refuse_odd_columns(self, reader: Parquet):
+        """Refuse a Parquet file without the column that others have, and one whose column is not text as theirs is:
+        `datasets` would write its numbers and dates as text."""
+        paths = {str(split): paths for split, paths in reader.config.data_files.items()}
+        kinds = {}
+        for path in (path for split in split_names(self.split) or paths for path in paths[split]):
+            schema = read_schema(path)
+            kinds[path] = schema.field(self.column).type if self.column in schema.names else None
+        having = next((path for path, kind in kinds.items() if kind is not None), None)
+        of_text = next((path for path, kind in kinds.items() if "string" in str(kind)), None)
+        for path, kind in kinds.items():
+            if kind is None and having:
+                raise RecipeError(
+                    f"{path!r} has no column {self.column!r}, which {having!r} has: add it, or leave this file out"
+                )
+            if of_text and not self.token_field and "string" not in str(kind) and not is_null(kind):
+                raise RecipeError(
+                    f"column {self.column!r} of {path!r} holds {kind}, not text as that of {of_text!r}: make it text, "
+                    "or leave this file out"
+                )
 
     def refuse_mixed_types(self, documents: Documents):
         """Refuse a column that mixes text and other values; the error names the first row that is not text."""
