@@ -1157,6 +1157,14 @@ def test_parquet_files_of_other_splits_may_have_other_columns(tmp_path):
     assert load(tmp_path, streaming=True) == ["a"]
 
 
+def test_a_damaged_parquet_file_has_no_lines(tmp_path):
+    path = tmp_path / "a.parquet"
+    write_parquet(pa.table({"text": ["words"]}), path, compression="none")
+    path.write_bytes(path.read_bytes().replace(b"words", b"w\xffrds"))
+    with pytest.raises(RecipeError, match="can't decode byte 0xff in position 1: invalid start byte; check the file"):
+        load(path)
+
+
 def test_a_row_without_text_among_others_is_named(tmp_path):
     path = tmp_path / "mixed.jsonl"
     path.write_text('{"text": "a"}\n' * 3 + '{"text": 5}\n' + '{"text": "a"}\n')
@@ -1174,6 +1182,16 @@ def test_the_line_that_is_not_utf8_is_named(tmp_path, ending):
     with pytest.raises(RecipeError, match="UnicodeDecodeError: .*line 31, byte 3 of it"):
         with readable(source := sources.training_source(DataConfig(source=str(path)))):
             list(source.load())
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_the_line_that_is_no_json_is_named(tmp_path, streaming):
+    """Blank lines count, and pyarrow's count of rows, which begins anew with each of its blocks, is not told."""
+    path = tmp_path / "long.jsonl"
+    lines = ["", *(json.dumps({"text": f"{i} " * 300}) for i in range(2000)), '{"text": "a"', '{"text": "b"}']
+    path.write_text("\n".join(lines))
+    with pytest.raises(RecipeError, match=r"Missing a comma .* member\. \(line 2002\); check the file"):
+        load(path, streaming=streaming)
 
 
 def test_a_file_without_the_column_has_no_documents(tmp_path):

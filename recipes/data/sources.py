@@ -9,6 +9,7 @@ documents. With `joined_by` there are no documents: all rows are one text.
 import contextlib
 import glob
 import hashlib
+import json
 import os
 import platform
 import re
@@ -31,6 +32,7 @@ from datasets.exceptions import DatasetGenerationError
 from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
 from datasets.packaged_modules.parquet.parquet import Parquet
 from fsspec.compression import available_compressions
+from pyarrow import ArrowInvalid
 from pyarrow.parquet import read_schema
 from pyarrow.types import is_null
 from tqdm import tqdm
@@ -343,14 +345,21 @@ def why_unreadable(source: Source) -> Exception | None:
         return error
 
 
-def where_undecodable(file: Path) -> str:
-    """Return the place of the first line that is not UTF-8, for the error message; empty if there is none."""
+def where_broken(file: Path, reason: Exception) -> str:
+    """Return the place of the first line that is not UTF-8 or no JSON, for the error message; empty if none is known:
+    a first line that is no JSON may be a part of some."""
+    by_kind = {"json": (ArrowInvalid, UnicodeDecodeError), "text": UnicodeDecodeError}
+    if not isinstance(reason, by_kind.get(_builder_of(file), ())):
+        return ""
+    parse = bytes.decode if isinstance(reason, UnicodeDecodeError) else json.loads
     with fsspec.open(str(file), "rb", compression="infer") as lines:
         for number, line in enumerate(lines, start=1):
             try:
-                line.decode()
+                parse(line if line.strip() else b"0")
             except UnicodeDecodeError as error:
                 return f" (line {number}, byte {error.start} of it)"
+            except ValueError:
+                return f" (line {number})" if number > 1 else ""
     return ""
 
 
@@ -358,8 +367,9 @@ def reason_of(error: Exception, file: Path | None = None) -> str:
     reason = error.__cause__ if isinstance(error, DatasetGenerationError) and error.__cause__ else error
     said = " ".join(str(reason).split())
     said = said if len(said) <= LONGEST_REASON else f"{said[:LONGEST_REASON]}..."  # pyarrow quotes whole documents
-    is_undecodable = isinstance(reason, UnicodeDecodeError) and file is not None
-    return f"{type(reason).__name__}: {said}{where_undecodable(file) if is_undecodable else ''}"
+    if file is not None and (place := where_broken(file, reason)):
+        said = re.sub(r" in row \d+$", "", said) + place  # pyarrow counts rows from the beginning of a block
+    return f"{type(reason).__name__}: {said}"
 
 
 def local_files(name: str) -> list[Path] | None:
