@@ -600,6 +600,15 @@ def test_epochs_are_planned_with_the_tokens_that_are_expected():
     assert "expected_tokens" in plan(load_recipe(RECIPES / "readout/44m.yaml", ["data.expected_tokens=null"]))["steps"]
 
 
+def test_parts_of_epochs_are_rounded_up_once():
+    for hundredths in (1, 7, 28, 110, 251, 10**8):
+        recipe = load_recipe(RECIPES / "smoke/base.yaml", [f"training.epochs={hundredths / 100}"])
+        steps = Operations(recipe, recipe.model_config()).num_steps
+        per_step = 100 * recipe.training.rows_per_step
+        for num_rows in (10_000, 10_001):
+            assert steps(num_rows) == -(-hundredths * num_rows // per_step)
+
+
 def test_a_sweep_is_run_once_drawn_and_summed_up(tmp_path, capsys):
     """A run that diverges is recorded and left out; done ones are not run again."""
     documents = [f"{i} birds in the hand are worth {2 * i} in the bush. " * 8 for i in range(80)]

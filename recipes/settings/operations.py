@@ -2,6 +2,7 @@
 depths that the recipe draws."""
 
 import math
+from fractions import Fraction
 from functools import cache
 from statistics import fmean
 
@@ -42,7 +43,8 @@ class Operations:
         if training.epochs is not None:
             if num_rows is None:
                 raise UnknownEpoch("how long an epoch is, prepared data or data.expected_tokens must tell")
-            return max(1, math.ceil(training.epochs * num_rows / training.rows_per_step))
+            rows = Fraction(str(training.epochs)) * num_rows  # exact: 0.07 * 10000 is more than 700
+            return max(1, math.ceil(rows / training.rows_per_step))
         raise RecipeError("say how long to train: training.steps, tokens, flops, tokens_per_parameter or epochs")
 
     def per_token(self, step: int | None = None, value_tables: bool = False) -> float:
