@@ -491,6 +491,33 @@ def test_killed_preparation_goes_on_and_gives_the_same_shards(make_data, monkeyp
     assert (folder / "part-00000.train.npy").stat().st_mtime_ns == kept
 
 
+@pytest.mark.parametrize("packing", ["concatenate", "best_fit"])
+def test_a_stream_of_long_documents_has_more_parts_and_the_same_rows(make_data, monkeypatch, packing):
+    """Also where the first part was made without a limit on its length, as before there was one."""
+    data, limit = make_data(packing=packing, streaming=True), 5000
+    monkeypatch.setattr(parts, "STREAMED_PART", 100)
+
+    def rows() -> list[np.ndarray]:
+        prepared = shards.prepare(data)
+        return [np.concatenate(split.shards) for split in (prepared.train, prepared.validation)]
+
+    unlimited = rows()
+    (folder,) = Path(data.cache_dir).iterdir()
+    monkeypatch.setattr(parts, "STREAMED_LENGTH", limit)
+    for kept in ("part-00000.*", "none"):
+        for path in folder.iterdir():
+            if path.is_file() and not path.match(kept):
+                path.unlink()
+        assert all(map(np.array_equal, rows(), unlimited))
+    made = [json.loads(path.read_text())["counts"].values() for path in sorted(folder.glob("part-*.json"))]
+    sizes = [sum(of_split["bytes"] for of_split in of_part) for of_part in made]
+    if packing == "concatenate":
+        longest = max(map(len, make_documents(300)))
+        assert len(sizes) > 5 and all(limit <= size < limit + longest for size in sizes[:-1])
+    else:  # other parts would have other rows
+        assert len(sizes) == 3
+
+
 def test_parts_of_another_tokenizer_are_made_anew(make_data, tmp_path):
     maker = shards._maker(tmp_path, make_data(), tiny_tokenizer(), parts.HeldOut(), None)
     maker("part", ["a b", "c"])

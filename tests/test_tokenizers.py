@@ -5,6 +5,7 @@ import re
 import sys
 import unicodedata
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -62,6 +63,18 @@ def test_bpe_keeps_every_byte(text):
     (ids,) = AS_TEXT([text])
     assert BPE.decode(ids) == text
     assert BYTES[ids].sum() == len(text.encode())
+
+
+@pytest.mark.parametrize(("limit", "sizes"), [(2**24, [128, 26]), (100, [15] * 10 + [3, 1])])
+def test_long_documents_are_encoded_few_at_once(monkeypatch, limit, sizes):
+    """The library keeps a hundred bytes for each token of the texts that it encodes at once."""
+    monkeypatch.setattr("looped_recipes.data.tokenizers.ENCODED_CHARACTERS", limit)
+    texts = ["one two"] * 150 + ["three " * 10, "four", "five " * 30, "six"]
+    encoder, at_once = Encoder(BPE), []
+    encode = encoder.tokenizer.encode_batch_fast
+    encoder.tokenizer = SimpleNamespace(encode_batch_fast=lambda few, **how: at_once.append(few) or encode(few, **how))
+    assert [BPE.decode(ids[1:-1]) for ids in encoder(texts)] == texts
+    assert [len(few) for few in at_once] == sizes
 
 
 @given(st.lists(st.sampled_from(["<|bos|>", "<|eos|>", "<|pad|>", "a", " ", "<"]), max_size=6).map("".join))

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from itertools import count, islice
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -31,12 +31,13 @@ from looped_recipes.settings.yaml_files import shortly
 
 from .packing import best_fit
 from .sources import Documents, Source, readable
-from .tokenizers import Encoder, TokensAsTheyAre
+from .tokenizers import Encoder, TokensAsTheyAre, in_groups
 
 
 Document = str | np.ndarray  # a text, or its tokens
 SPLITS = ("train", "validation")
 STREAMED_PART = 16_384  # documents
+STREAMED_LENGTH = 2**27  # characters, or tokens, with which a part of fewer documents ends: books fit into memory
 LARGEST_PART = 32_768  # documents; 100 billion tokens are then a few thousand shards, each a few seconds of work
 
 
@@ -185,22 +186,23 @@ def _call_inherited(number: int):
 
 
 def _stream_parts(maker: PartMaker, kind: str, documents: IterableDataset, source: Source) -> list[str]:
-    """Make parts of STREAMED_PART documents each from a stream. The state of the stream after a part is saved with the
-    part, so that a resumed preparation does not read the stream from its beginning."""
+    """Make parts of STREAMED_PART documents each from a stream, fewer if they are long. The state of the stream after
+    a part is saved with the part, so that a resumed preparation does not read the stream from its beginning."""
     parts: list[str] = []
-    rows = None
+    groups = None
+    length = STREAMED_LENGTH if maker.row_length is None else math.inf  # best fit packs other rows of other parts
     for number in tqdm(count(), desc=f"tokenise {source.name}", unit="part", disable=None):
         part = f"{kind}-{number:05}"
-        if rows is None and maker.is_made(part):
+        if groups is None and maker.is_made(part):
             parts.append(part)
             continue
-        if rows is None:
+        if groups is None:
             if parts:
                 documents.load_state_dict(read_sealed(maker.folder / f"{parts[-1]}.json")["stream"])
-            rows = iter(documents)
+            groups = in_groups((row["text"] for row in documents), STREAMED_PART, length)
         with readable(source):
-            texts = [row["text"] for row in islice(rows, STREAMED_PART)]
-        if not texts:
+            texts = next(groups, None)
+        if texts is None:
             return parts
         maker(part, texts, stream=documents.state_dict())
         parts.append(part)

@@ -9,7 +9,6 @@ that is brought along keeps the bos and pad that it has, or none: chat templates
 import hashlib
 import json
 from collections.abc import Iterable, Iterator
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +28,7 @@ NOT_A_CHARACTER = "\ufdd0"  # Unicode keeps it free for use within programs
 DOCUMENT_CHARACTERS = 10_000  # read of each document, so that a few long ones do not decide the vocabulary (Parcae)
 DEFAULT_CHARACTERS = 2_000_000_000  # read in total (Parcae)
 WORD_MIN_FREQUENCY = 2
+ENCODED_CHARACTERS = 2**24  # at once, or one longer document
 
 # GPT-4's pattern that splits text before byte pairs are merged: merges never cross these pieces
 GPT4_PIECES = (
@@ -209,8 +209,8 @@ class Encoder:
         self.marks = {*self.starts, *self.ends}
 
     def __call__(self, texts: Iterable[str]) -> Iterator[list[int]]:
-        texts = iter(texts)
-        while chunk := list(islice(texts, 128)):  # the library keeps many times a token's size for each token
+        # the library keeps many times a token's size for each token
+        for chunk in in_groups(texts, 128, ENCODED_CHARACTERS):
             for text, encoding in zip(chunk, self.tokenizer.encode_batch_fast(chunk, add_special_tokens=False)):
                 if not self.marks.isdisjoint(ids := encoding.ids):
                     self.refuse_forged(text, ids)
@@ -331,6 +331,19 @@ def _begin_prompts(tokenizer: PreTrainedTokenizerBase, with_bos: bool = True):
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single=[*bos, "$A"], pair=[*bos, "$A", *bos, "$B"], special_tokens=[(b, tokenizer.bos_token_id) for b in bos]
     )
+
+
+def in_groups(documents: Iterable, largest: int, length: float) -> Iterator[list]:
+    """Yield lists of `largest` documents, or fewer where these have `length` characters or tokens already."""
+    group, sum_lengths = [], 0
+    for document in documents:
+        group.append(document)
+        sum_lengths += 0 if document is None else len(document)
+        if len(group) == largest or sum_lengths >= length:
+            yield group
+            group, sum_lengths = [], 0
+    if group:
+        yield group
 
 
 def _up_to(documents: Iterable[str], num_characters: int) -> Iterator[str]:
