@@ -21,8 +21,9 @@ def best_fit(
     """Return full rows, each beginning with a document, and the documents left over when no more row can be filled.
 
     A row repeatedly takes the largest document that fits into its free space; if none fits, the shortest is cropped to
-    fill it. The part that is cropped off is lost (Parcae), or with `keep` becomes another document, which begins with
-    the first `num_starts` tokens of the cropped one (its start token, if documents have one).
+    fill it. The part that is cropped off is lost (Parcae), or with `keep` becomes another document, if it is more than
+    one token, which begins with the first `num_starts` tokens of the cropped one (its start token, if documents have
+    one).
     """
     pool = sorted((len(document), number) for number, document in enumerate(documents))
     documents = list(documents)
@@ -36,7 +37,7 @@ def best_fit(
             document = documents[number]
             row.append(document[:space])
             remaining -= size
-            if size - space > 1 and keep:  # the rest is more than an end token
+            if size - space > 1 and keep:  # one token is mostly an end token
                 documents.append(np.concatenate([document[:num_starts], document[space:]]))
                 insort(pool, (len(documents[-1]), len(documents) - 1))
                 remaining += len(documents[-1])

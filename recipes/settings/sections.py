@@ -30,7 +30,7 @@ class DataConfig:
     start_token: str | None = None  # of a tokenizer that is brought along: what begins documents instead of its bos
     # documents in rows: one after the other, or so that few are cut
     packing: Literal["concatenate", "best_fit"] = "concatenate"
-    # best_fit: what is cut off comes back as a document, or is lost (Parcae)
+    # best_fit: what is cut off comes back as a document if it is more than a token, or is lost (Parcae)
     cropped: Literal["keep", "drop"] = "keep"
     sequence_length: int = 1024  # tokens of a row
     stride: int | None = None  # concatenate: distance between starts of rows; None is sequence_length
