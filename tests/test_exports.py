@@ -68,23 +68,43 @@ def test_a_program_with_a_dynamic_cache(system):
     assert len(found[CACHE].layers) == model.config.num_hidden_layers
 
 
+def onnx_session(model, folder, **inputs):
+    """Return an onnxruntime session of the model; batch and length of its tensors are free."""
+    pytest.importorskip("onnxscript")
+    runtime = pytest.importorskip("onnxruntime")
+    batch, length = torch.export.Dim("batch", max=64), torch.export.Dim("length", min=2, max=32)
+    shapes = {name: {0: batch, 1: length} if torch.is_tensor(value) else None for name, value in inputs.items()}
+    settings = {"dynamic_shapes": shapes, "output_names": ["logits"], "dynamo": True}
+    with torch.no_grad():
+        torch.onnx.export(model, (), folder / "model.onnx", kwargs=inputs, **settings)
+    return runtime.InferenceSession(folder / "model.onnx")
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_onnx(system, tmp_path):
-    pytest.importorskip("onnxscript")
-    runtime = pytest.importorskip("onnxruntime")
     model = build(system)
-    batch, length = torch.export.Dim("batch", max=64), torch.export.Dim("length", min=2, max=32)
-    shapes = {"input_ids": {0: batch, 1: length}, "use_cache": None}
-    inputs = {"input_ids": random_ids(2, 7), "use_cache": False}
-    settings = {"dynamic_shapes": shapes, "output_names": ["logits"], "dynamo": True}
-    with torch.no_grad():
-        torch.onnx.export(model, (), tmp_path / "model.onnx", kwargs=inputs, **settings)
-    session = runtime.InferenceSession(tmp_path / "model.onnx")
+    session = onnx_session(model, tmp_path, input_ids=random_ids(2, 7), use_cache=False)
     for ids in (random_ids(2, 7), random_ids(1, 9), random_ids(5, 3)):
         [found] = session.run(["logits"], {"input_ids": ids.numpy()})
         torch.testing.assert_close(torch.tensor(found), model(ids).logits, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("system", ["sections", "windows"])
+def test_onnx_of_padded_batches(system, tmp_path):
+    """Every row is as without its padding, and at the depth of the export."""
+    model, mask = build(system), torch.ones(2, 7, dtype=torch.long)
+    session = onnx_session(
+        model, tmp_path, input_ids=random_ids(2, 7), attention_mask=mask, num_loops=3, use_cache=False
+    )
+    ids, mask = random_ids(3, 12), torch.arange(12) >= torch.tensor([[7], [2], [0]])
+    [found] = session.run(["logits"], {"input_ids": ids.numpy(), "attention_mask": mask.long().numpy()})
+    for row, real in enumerate(mask):
+        expected = model(ids[row : row + 1, real], num_loops=3).logits[0]
+        torch.testing.assert_close(torch.tensor(found[row])[real], expected, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.slow
