@@ -548,7 +548,7 @@ def kill_after_some_parts(data: DataConfig, who: str):
 
 def test_a_system_that_can_not_fork_says_so(make_data, monkeypatch):
     monkeypatch.setattr(parts.multiprocessing, "get_all_start_methods", lambda: ["spawn"])
-    with pytest.raises(CommandError, match="data.num_proc=2 forks processes, which this system can not: leave it out"):
+    with pytest.raises(CommandError, match="data.num_proc=2 forks processes, which this system does not support"):
         shards.prepare(make_data(num_proc=2))
 
 

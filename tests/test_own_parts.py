@@ -467,6 +467,22 @@ def test_states_of_a_loop_of_ones_own_end_with_what_it_returns(num_coda_layers):
         torch.testing.assert_close(found, model(ids, num_loops=depth).logits)
 
 
+@pytest.mark.slow
+def test_a_loop_of_ones_own_is_compiled_whole_with_the_states_of_every_loop():
+    class AsItIs(LoopedModel):
+        def loop(self, *inputs):
+            return super().loop(*inputs)
+
+    model, ids = tiny_model(num_loops=3, loop_loss="per_loop"), random_ids(2, 7)
+    wanted, weights = model(ids, labels=ids, use_cache=False).loss, model.model.state_dict()
+    model.model = AsItIs(model.config).eval()
+    model.model.load_state_dict(weights)
+    compiled = torch.compile(model.forward, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(ids, labels=ids, use_cache=False).loss, wanted)
+    model.to("meta")
+    assert len(model(ids.to("meta"), output_loop_logits=True, use_cache=False).loop_logits) == 3
+
+
 def test_a_loop_of_ones_own_may_change_its_input_alone():
     class Scaled(LoopedModel):
         def loop(self, embedded, state, *others):

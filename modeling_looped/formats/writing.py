@@ -185,7 +185,7 @@ def remove_leftovers(folder: Path):
 
 
 def is_running(process: int) -> bool:
-    if os.name == "nt":  # where 0 is no question but Ctrl+C
+    if os.name == "nt":  # where signal 0 is Ctrl+C, and would be sent
         return True
     try:
         os.kill(process, 0)

@@ -4,7 +4,8 @@
 # One launcher per machine, one process per GPU. output_dir and data.cache_dir must lie where all machines see them.
 # LAUNCH_FILE=recipes/accelerate/ddp.yaml in front of sbatch launches as that file says, instead of multi_node.yaml.
 # Five minutes before its time is up, or after `scancel --batch --signal=USR1 JOB`, the run saves the step it is at, and
-# the job is queued again, until the run is done; scancel JOB ends it for good. A job submitted again goes on, too.
+# the job is queued again, until the run is done; scancel JOB ends it for good, unless it comes after that signal. A job
+# submitted again goes on, too.
 #SBATCH --job-name=looped
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=8

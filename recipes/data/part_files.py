@@ -160,8 +160,8 @@ def _forked(num_proc: int, function: Callable[[int], None]):
     """Yield a pool of processes that inherit `function`; if one is killed, the others end too."""
     if "fork" not in multiprocessing.get_all_start_methods():
         raise CommandError(
-            f"data.num_proc={num_proc} forks processes, which this system can not: leave it out; the tokenizer "
-            "uses all cores by itself"
+            f"data.num_proc={num_proc} forks processes, which this system does not support: leave it out; "
+            "the tokenizer uses all cores by itself"
         )
     context = multiprocessing.get_context("fork")
     pool = ProcessPoolExecutor(num_proc, context, initializer=_inherit, initargs=(function,))
