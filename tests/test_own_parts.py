@@ -439,6 +439,13 @@ def test_a_loop_of_ones_own_knows_the_loops_of_rows_of_different_depth():
     torch.testing.assert_close(model(ids, num_loops=[1, 3]).logits, torch.cat(one_by_one))
 
 
+def put_trunk(model, trunk: type[LoopedModel]):
+    """Give a model a trunk of this class with the weights of its own."""
+    weights = model.model.state_dict()
+    model.model = trunk(model.config).eval()
+    model.model.load_state_dict(weights)
+
+
 class MeanOfLoops(LoopedModel):
     """Reads out the mean of the states over loops."""
 
@@ -453,9 +460,7 @@ class MeanOfLoops(LoopedModel):
 @pytest.mark.parametrize("num_coda_layers", [0, 1])
 def test_states_of_a_loop_of_ones_own_end_with_what_it_returns(num_coda_layers):
     model, ids = tiny_model(num_loops=3, num_coda_layers=num_coda_layers), random_ids(2, 7)
-    weights = model.model.state_dict()
-    model.model = MeanOfLoops(model.config).eval()
-    model.model.load_state_dict(weights)
+    put_trunk(model, MeanOfLoops)
     logits = model(ids).logits
     for asked in ({"output_loop_logits": True}, {"output_loop_losses": True, "labels": ids}):
         with pytest.raises(ValueError, match="MeanOfLoops.loop returns another state than the last of its 3 states"):
@@ -474,9 +479,8 @@ def test_a_loop_of_ones_own_is_compiled_whole_with_the_states_of_every_loop():
             return super().loop(*inputs)
 
     model, ids = tiny_model(num_loops=3, loop_loss="per_loop"), random_ids(2, 7)
-    wanted, weights = model(ids, labels=ids, use_cache=False).loss, model.model.state_dict()
-    model.model = AsItIs(model.config).eval()
-    model.model.load_state_dict(weights)
+    wanted = model(ids, labels=ids, use_cache=False).loss
+    put_trunk(model, AsItIs)
     compiled = torch.compile(model.forward, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(ids, labels=ids, use_cache=False).loss, wanted)
     model.to("meta")
@@ -489,9 +493,7 @@ def test_a_loop_of_ones_own_may_change_its_input_alone():
             return super().loop(2 * embedded, state, *others)
 
     model, ids = tiny_model(num_loops=3, injection="add"), random_ids(2, 7)
-    weights = model.model.state_dict()
-    model.model = Scaled(model.config).eval()
-    model.model.load_state_dict(weights)
+    put_trunk(model, Scaled)
     for asked in ({}, {"backprop_loops": 1}):
         by_loop = model(ids, num_loops=[1, 3], output_loop_logits=True, **asked).loop_logits[-1]
         one_by_one = [model(ids[i : i + 1], num_loops=depth).logits for i, depth in enumerate((1, 3))]
