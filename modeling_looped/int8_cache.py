@@ -20,7 +20,7 @@ def to_int8(states: torch.Tensor) -> torch.Tensor:
 
 def from_int8(stored: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Restore [..., head_dim] from the result of `to_int8`, [..., head_dim + 4]."""
-    return steps_of(stored).to(floats_of(dtype)).mul_(sizes_of(stored)).to(dtype)
+    return steps_of(stored).to(torch.promote_types(dtype, torch.float32)).mul_(sizes_of(stored)).to(dtype)
 
 
 def steps_of(stored: torch.Tensor) -> torch.Tensor:
@@ -32,11 +32,6 @@ def sizes_of(stored: torch.Tensor) -> torch.Tensor:
     if stored.shape[-1] % SIZE_BYTES:  # not aligned for float32
         stored = stored[..., -SIZE_BYTES:].clone(memory_format=torch.contiguous_format)
     return stored.view(torch.float32)[..., -1:]
-
-
-def floats_of(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which steps are multiplied by their sizes: at least float32."""
-    return torch.promote_types(dtype, torch.float32)
 
 
 def attend_to_int8(queries, steps, sizes, mask: torch.Tensor | None, scaling: float) -> torch.Tensor:

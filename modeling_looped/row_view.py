@@ -14,8 +14,8 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from .cache import LoopedCache, index_of_loop
 from .cpu import attend_single_query, is_slow_single_query
-from .int8_cache import attend_to_int8, floats_of, sizes_of, steps_of
-from .tensors import on_device
+from .int8_cache import attend_to_int8, sizes_of, steps_of
+from .tensors import on_device, wide_dtype
 
 
 def copy_each(targets: list[torch.Tensor], sources: list[torch.Tensor]):
@@ -213,7 +213,7 @@ class RowView:
             self.masks_by_window[window] = self.mask(window)
         mask = self.masks_by_window[window]
         if self.cache.is_int8:
-            return attend_to_int8(queries, steps_of(seen).to(floats_of(queries.dtype)), sizes_of(seen), mask, scaling)
+            return attend_to_int8(queries, steps_of(seen).to(wide_dtype(queries)), sizes_of(seen), mask, scaling)
         keys, values = seen.unbind(2)
         return attend_to_all(queries, keys, values, mask, scaling)
 
@@ -320,7 +320,7 @@ def attend_row_by_row(views: list[RowView], queries, keys, values, slot: int, sc
     exact, grouped = is_slow_single_query(queries), queries.shape[1] != views[0].cache.buffers[slot].shape[2]
     spans = [view.spans(slot) for view in views]
     counts = [span.count for of_view in spans for span in of_view]
-    in_floats = queries.to(floats_of(queries.dtype)) if exact else queries
+    in_floats = queries.to(wide_dtype(queries)) if exact else queries
     of_spans = iter(zip(queries.split(counts), in_floats.split(counts)))
     for view, its_spans in zip(views, spans):
         buffer, end = view.cache.buffers[slot], start + len(view.rows)
@@ -333,7 +333,7 @@ def attend_row_by_row(views: list[RowView], queries, keys, values, slot: int, sc
                 outputs.append(attend_to_span(its_queries, held, span.mask, scaling, grouped))
                 continue
             if view.cache.is_int8:
-                steps = view.in_floats(steps_of(held), floats_of(queries.dtype))
+                steps = view.in_floats(steps_of(held), wide_dtype(queries))
                 outputs.append(attend_to_int8(its_floats, steps, sizes_of(held), None, scaling))
                 continue
             keys, values = (view.in_floats(held, its_floats.dtype) if exact else held).unbind(2)

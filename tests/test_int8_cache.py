@@ -8,7 +8,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import DynamicCache
 
 from modeling_looped import LoopedCache
-from modeling_looped.int8_cache import attend_to_int8, floats_of, from_int8, sizes_of, steps_of, to_int8
+from modeling_looped.int8_cache import attend_to_int8, from_int8, sizes_of, steps_of, to_int8
 
 from .helpers import random_ids, tiny_model
 from .naive_cache import NaiveDecoder, naive_generate
@@ -70,7 +70,7 @@ def test_attention_is_that_to_what_is_kept(dtype, is_padded):
     mask = torch.arange(5) >= torch.tensor([0, 2, 4])[:, None, None, None] if is_padded else None
     keys, values = from_int8(held, torch.float64).unbind(2)
     expected = scaled_dot_product_attention(queries.double(), keys, values, mask, scale=0.3, enable_gqa=True)
-    floats = floats_of(dtype)
+    floats = torch.promote_types(dtype, torch.float32)
     found = attend_to_int8(queries, steps_of(held).to(floats), sizes_of(held), mask, 0.3)
     assert found.dtype == dtype
     torch.testing.assert_close(found.double(), expected, rtol=4 * torch.finfo(dtype).eps, atol=1e-6)
