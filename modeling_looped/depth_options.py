@@ -137,10 +137,8 @@ class DepthOptions:
             )
         if self.draft_loops is not None:
             self.check_draft(model_config, has_depths)
-        else:
-            reason = f"draft_tokens={self.draft_tokens} without draft_loops: say at how many loops to draft"
-            if asked.get("draft_tokens") is not None:
-                raise ValueError(reason)
+        elif asked.get("draft_tokens") is not None:
+            raise ValueError(f"draft_tokens={self.draft_tokens} without draft_loops: say at how many loops to draft")
         if not isinstance(self.warm_start, bool):
             raise TypeError(f"warm_start must be True or False, got {self.warm_start!r}")
         if self.runs_all_loops and self.changes_decoding:
