@@ -139,8 +139,7 @@ class LoopedCache(DynamicCache):
         self.buffers: list[torch.Tensor] = []
         self.max_length = 0  # of the generation that fills the buffers
         self.bytes_of_token = 0  # bytes in the buffers for one token of every row
-        prelude, core, coda = config.section_layer_types()
-        kinds = prelude + coda + core  # in the order of slots
+        kinds = config.types_of_slots(1)  # those of deeper loops are the same
         self.windows = [config.sliding_window if kind == "sliding_attention" else None for kind in kinds]
         # by (heads, head_dim): room for what one row sees, converted to floats, [1, heads, 2, capacity, head_dim]
         self.one_row: dict[tuple[int, int], torch.Tensor] = {}

@@ -152,19 +152,19 @@ class DerivedFields(PreTrainedConfig):
         """Attention type of every slot. Without windows the attribute is absent, so that nothing assumes windows."""
         if not self.has_windows:
             raise AttributeError("layer_types exists only with a window_pattern or a sliding_window")
-        return self._type_of_slots()
+        return self.types_of_slots(self.num_stored_loops(self.num_loops))
 
     @layer_types.setter
     def layer_types(self, value: list[str]):
-        if list(value) != self._type_of_slots():
+        if list(value) != self.types_of_slots(self.num_stored_loops(self.num_loops)):
             raise LoopedConfigError(
                 f"layer_types={value} does not fit: it is derived from window_pattern={self.window_pattern!r} and "
                 f"sliding_window={self.sliding_window}. Set those fields instead."
             )
 
-    def _type_of_slots(self) -> list[str]:
+    def types_of_slots(self, stored_loops: int) -> list[str]:
         prelude, core, coda = self.section_layer_types()
-        return prelude + coda + core * self.num_stored_loops(self.num_loops)
+        return prelude + coda + core * stored_loops
 
     @property
     def has_windows(self) -> bool:

@@ -158,9 +158,8 @@ class LoopedModel(LoopedPreTrainedModel):
         ]
 
     def _sites(self) -> list[AttentionSite]:
-        prelude, core, coda = self.config.section_layer_types()
         loops = min(self.config.num_stored_loops(self.config.num_loops), MOST_LOOPS_WITH_SITES)
-        return [AttentionSite(self.config, kind, slot) for slot, kind in enumerate(prelude + coda + core * loops)]
+        return [AttentionSite(self.config, kind, slot) for slot, kind in enumerate(self.config.types_of_slots(loops))]
 
     def site(self, slot: int) -> AttentionSite | DeeperSite:
         """Return the attention site of a slot. Beyond the configured depth it is no module; passes make it anew."""
