@@ -48,7 +48,7 @@ def export_model(path: str | Path, model: nn.Module, tokenizer=None, *, readme: 
     return path
 
 
-def export_checkpoint(run: Path, checkpoint: Path, path: Path, trust_remote_code: bool = False) -> Path:
+def export_checkpoint(run: Path, checkpoint: Path, path: Path, trust_remote_code: bool):
     """Export the model of a complete checkpoint of `run`, on any machine: nothing that a launch needs is required.
 
     trust_remote_code: run the code that the recipe of the run names as training.model_file.
@@ -77,7 +77,6 @@ def export_checkpoint(run: Path, checkpoint: Path, path: Path, trust_remote_code
     card = model_card(recipe, model.config, run / "metrics.jsonl", path, marker["step"])
     state = load_weights(checkpoint)
     on_main_process(lambda: write_export(path, model, state, tokenizer, card), path)
-    return path
 
 
 def write_export(path: Path, model: nn.Module, state: dict, tokenizer, readme):
