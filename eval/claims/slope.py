@@ -11,12 +11,10 @@ def slope(x: Sequence[float], y: Sequence[float]) -> float | None:
     return power_law(list(x), list(y))["slope"]
 
 
-def with_interval_of_fit(found: dict, seeds: int, candidates: int = 1) -> Estimate | None:
+def with_interval_of_fit(found: dict, seeds: int) -> Estimate | None:
     """Return the slope in `found`, a result of `power_law`, with Student's interval of a line through the logarithms.
-
-    seeds: number of seeds whose mean was fitted. candidates: number of slopes from which this one was chosen.
-    """
+    seeds: number of seeds whose mean was fitted."""
     if found["slope"] is None:
         return None
-    reach = students_reach(found["standard_error"], found["points"] - 2, candidates)
+    reach = students_reach(found["standard_error"], found["points"] - 2)
     return Estimate(found["slope"], found["slope"] - reach, found["slope"] + reach, seeds)
