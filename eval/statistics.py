@@ -62,7 +62,6 @@ def paired_bootstrap(
     second: np.ndarray,
     level: float = 0.95,
     resamples: int = RESAMPLES,
-    seed: int = 0,
     tasks: np.ndarray | None = None,
 ) -> tuple[float, float] | None:
     """Return the percentile interval of mean(second - first) over items resampled with replacement, or None if there
@@ -80,7 +79,7 @@ def paired_bootstrap(
         return None
     mean = np.mean([of.mean() for of in of_tasks])
     of_tasks = [(of - of.mean()) * math.sqrt(len(of) / (len(of) - 1)) for of in of_tasks]
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     means = [np.mean([of[rng.integers(len(of), size=len(of))].mean() for of in of_tasks]) for _ in range(resamples)]
     reach = students_reach(1.0, len(differences) - len(of_tasks), level=level) / NormalDist().inv_cdf((1 + level) / 2)
     low, high = mean + reach * np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
