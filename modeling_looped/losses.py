@@ -92,12 +92,11 @@ def loop_loss(
     log_p: Any = exit_log_probabilities(of_targets, targets.depth - 1) if objective == "exit_weighted" else None
     only_last_third = objective == "last_third" and not every_loop
 
+    compared = None
     if reads_once:
-        active, compared = targets.labelled[None], None
-        weights = active
+        active = weights = targets.labelled[None]
     else:
         active = active_loops(targets, deepest(depths), only_last_third)
-        compared = None
         if (only_last_third or not isinstance(depths, int)) and not is_traced():
             compared = [on_device(part, device) for part in compared_tokens(depths, shape, targets, only_last_third)]
         weights = WEIGHTS[objective](targets, active, log_p)
