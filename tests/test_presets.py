@@ -7,8 +7,11 @@ import pytest
 import torch
 
 from modeling_looped import LoopedConfig, LoopedForCausalLM
+from modeling_looped.configuration_looped import READOUTS
 from modeling_looped.initialization import INIT_SCHEMES
 from modeling_looped.injection import INJECTIONS
+from modeling_looped.loop_embedding import LOOP_EMBEDDINGS
+from modeling_looped.losses import WEIGHTS
 from modeling_looped.presets import PRESETS
 from tests.helpers import random_ids, tiny_config, tiny_model
 
@@ -176,11 +179,18 @@ def literal(name: str) -> set:
     return set(typing.get_args(LoopedConfig.__dataclass_fields__[name].type))
 
 
-@pytest.mark.parametrize(
-    ("field", "table"), [("injection", INJECTIONS), ("init_scheme", INIT_SCHEMES)], ids=["injection", "init_scheme"]
-)
-def test_variants_in_the_config_are_those_of_the_table(field, table):
-    assert literal(field) == set(table)
+TABLES = {
+    "injection": INJECTIONS,
+    "init_scheme": INIT_SCHEMES,
+    "loop_embedding": LOOP_EMBEDDINGS,
+    "readout_norm": READOUTS,
+    "loop_loss": {*WEIGHTS, "exit_weighted_logits"},  # whose weights lie on the readouts
+}
+
+
+@pytest.mark.parametrize("field", TABLES)
+def test_variants_in_the_config_are_those_of_the_table(field):
+    assert literal(field) == set(TABLES[field])
 
 
 def test_every_residual_rule_has_a_factor():
