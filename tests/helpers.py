@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from modeling_looped import LoopedConfig, LoopedForCausalLM
 
 
+SECTIONS = {"num_prelude_layers": 1, "num_coda_layers": 1}
 TINY = {
     "vocab_size": 99,
     "hidden_size": 32,

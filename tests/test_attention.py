@@ -12,10 +12,9 @@ from transformers.utils import is_flash_attn_2_available
 
 from modeling_looped import LoopedForCausalLM
 from modeling_looped.norms import LoopedNorm
-from tests.helpers import random_ids, shake, tiny_config, tiny_model
+from tests.helpers import SECTIONS, random_ids, shake, tiny_config, tiny_model
 
 
-SECTIONS = {"num_prelude_layers": 1, "num_coda_layers": 1}
 SYSTEMS = {
     "plain": {},
     "grouped": {"num_key_value_heads": 2},

@@ -31,7 +31,7 @@ from looped_recipes.settings.recipe import OptimizerConfig, load_recipe
 from modeling_looped import LoopedForCausalLM
 
 from .distributed_worker import full_disk, launch, train
-from .helpers import random_ids, tiny_model, tiny_tokenizer
+from .helpers import SECTIONS, random_ids, tiny_model, tiny_tokenizer
 from .helpers_pretrain import SMOKE
 from .helpers_processes import run_and_kill
 
@@ -638,7 +638,6 @@ def test_blocks_as_units_give_the_losses_of_one_process(num_processes, mesh, tmp
             assert_close(next(results)["losses"], expected, rounding(each))
 
 
-SECTIONS = {"num_prelude_layers": 1, "num_coda_layers": 1}
 OF_OWN_HEADS = {"qk_norm": "learned", "value_embeddings": True, "num_key_value_heads": 2, **SECTIONS}
 SPLIT = {
     "per_loop": PER_LOOP,

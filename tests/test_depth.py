@@ -8,11 +8,10 @@ import torch
 from transformers import DynamicCache, StaticCache
 
 from . import naive
-from .helpers import random_ids, tiny_config, tiny_model
+from .helpers import SECTIONS, random_ids, tiny_config, tiny_model
 from .naive import DoubleRotary
 
 
-SECTIONS = {"num_prelude_layers": 1, "num_coda_layers": 1}
 SYSTEMS = {
     "plain": {},
     "windows": {**SECTIONS, "window_pattern": "SSL", "sliding_window": 3, "num_key_value_heads": 2},

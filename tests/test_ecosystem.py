@@ -17,10 +17,9 @@ from modeling_looped import (
     LoopedForSequenceClassification,
     LoopedForTokenClassification,
 )
-from tests.helpers import quick_and_slow, random_ids, tiny_model, tiny_tokenizer
+from tests.helpers import SECTIONS, quick_and_slow, random_ids, tiny_model, tiny_tokenizer
 
 
-SECTIONS = {"num_prelude_layers": 1, "num_coda_layers": 1}
 SYSTEMS = {
     "plain": {},
     "flt": {"preset": "flt"},

@@ -16,12 +16,11 @@ from transformers.generation.streamers import BaseStreamer
 from modeling_looped import LoopedCache, LoopedForCausalLM, generation
 from modeling_looped.depth_options import DepthOptions
 
-from .helpers import LIKE_GEMMA3, LIKE_OLMO2, quick_and_slow, random_ids, tiny_model
+from .helpers import LIKE_GEMMA3, LIKE_OLMO2, SECTIONS, quick_and_slow, random_ids, tiny_model
 from .helpers_llama import make_looped, unroll
 from .naive_cache import NaiveDecoder, naive_greedy
 
 
-SECTIONS = {"num_prelude_layers": 1, "num_coda_layers": 1}
 SYSTEMS = {
     "plain": {},
     "windows": {

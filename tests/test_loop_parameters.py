@@ -18,12 +18,11 @@ from modeling_looped.loop_embedding import SinusoidalLoopEmbedding
 from modeling_looped.loop_parameters import LoopDelta, parameters_by_loop
 
 from . import naive
-from .helpers import Graphs, quick_and_slow, random_ids, tiny_config, tiny_model
+from .helpers import SECTIONS, Graphs, quick_and_slow, random_ids, tiny_config, tiny_model
 from .helpers_llama import SIZES, tokens
 from .naive import DoubleRotary
 
 
-SECTIONS = {"num_prelude_layers": 1, "num_coda_layers": 1}
 BOTH = {"loop_lora_rank": 2, "loop_norms": True}
 OF_LOOPS = {  # a depth-k prefix is a depth-k run
     "deltas": {"loop_lora_rank": 2},

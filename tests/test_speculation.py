@@ -19,12 +19,11 @@ from modeling_looped import LoopedCache, speculation
 from modeling_looped.proposals import FEWEST_RECORDS, MOST_RECORDS, SURE, PassSeconds, Plan, Planner, ProbeReading
 from modeling_looped.speculation import Pipeline
 
-from .helpers import LIKE_GEMMA2, LIKE_OLMO2, quick_and_slow, random_ids, shake, tiny_model
+from .helpers import LIKE_GEMMA2, LIKE_OLMO2, SECTIONS, quick_and_slow, random_ids, shake, tiny_model
 from .strategies import examples, looped_configs, random_model
 from .test_generation import Collector
 
 
-SECTIONS = {"num_prelude_layers": 1, "num_coda_layers": 1}
 SYSTEMS = {
     "plain": {},
     "prelude_coda_grouped": {**SECTIONS, "num_key_value_heads": 2, "injection": "add"},

@@ -9,11 +9,10 @@ import pytest
 import torch
 
 from modeling_looped.config_plans import fsdp_plan
-from tests.helpers import LIKE_GEMMA3, LIKE_OLMO2, tiny_model
+from tests.helpers import LIKE_GEMMA3, LIKE_OLMO2, SECTIONS, tiny_model
 from tests.helpers_processes import import_paths
 
 
-SECTIONS = {"num_prelude_layers": 1, "num_coda_layers": 1}
 SYSTEMS = {
     "plain": {},
     "latent": {"num_key_value_heads": 2, "kv_latent_size": 8, "qk_norm": "learned", "attention_bias": "qkv"},
