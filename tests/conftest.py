@@ -135,6 +135,13 @@ def pytest_configure(config):
 
 
 @pytest.fixture
+def fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
 def device(request) -> str:
     """Where the tests marked `gpu` run."""
     return request.config.getoption("--device")

@@ -29,6 +29,7 @@ from tests.helpers import LIKE_GEMMA2, LIKE_OLMO2, Graphs, quick_and_slow, rando
 from tests.helpers_pretrain import SMOKE
 
 
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 SYSTEMS = {
     "plain": {},
     "windows": {"num_prelude_layers": 1, "num_coda_layers": 1, "window_pattern": "SL", "sliding_window": 4},
@@ -54,13 +55,6 @@ def quickly(*quick):
 def build(system: str, **fields):
     fields = {"num_core_layers": 1, "num_loops": 2, "eos_token_id": None, "pad_token_id": 0, **fields}
     return tiny_model(**{**fields, **SYSTEMS[system]})
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def loss_and_gradients(model, forward, **inputs):

@@ -12,7 +12,7 @@ from modeling_looped import compiled_blocks
 from tests.helpers import random_ids, tiny_model
 
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh_compiler")]
 
 SYSTEMS = {"plain": {}, "flt": {"preset": "flt"}, "ouro": {"preset": "ouro"}, "huginn": {"preset": "huginn"}}
 MODES = ["default", "reduce-overhead"]  # the second records CUDA graphs
@@ -20,13 +20,6 @@ MODES = ["default", "reduce-overhead"]  # the second records CUDA graphs
 
 def how(device: str, mode: str) -> dict:
     return {"mode": mode} if device == "cuda" else {"backend": "aot_eager"}
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -11,14 +11,7 @@ from tests.gpu.test_decoding import WAYS, decode, exiting_model
 from tests.helpers import random_ids
 
 
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh_compiler")]
 
 
 @pytest.mark.parametrize("softcap", [None, 1.5])
