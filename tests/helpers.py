@@ -1,6 +1,7 @@
 """Models small enough for a test, in which nothing is hidden by an initialisation that is zero, one or tiny."""
 
 import json
+import random
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -123,6 +124,16 @@ def run_of(folder: Path, tokenizer: Path, held_out: str, **data) -> Path:
     data |= {"source": str(folder / "trained.jsonl"), "validation_source": str(folder / "held_out.jsonl")}
     (folder / "recipe.yaml").write_text(yaml.safe_dump({"data": data, "training": {"steps": 1}}))
     return folder
+
+
+def run_of_documents(folder, **data):
+    """A run that held out 28 documents of 3 to 9 words, between start and end tokens; their tokens."""
+    run_of(folder.parent, folder, "", **data)
+    draw, tokenizer = random.Random(0), tiny_tokenizer()
+    texts = [" ".join(draw.choices("abcdefghij", k=draw.randint(3, 9))) for _ in range(28)]
+    (folder.parent / "held_out.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    marked = (f"<s> {text} </s>" for text in texts)
+    return tokenizer(" ".join(marked), add_special_tokens=False, return_tensors="pt")["input_ids"][0]
 
 
 def quick_and_slow(cases, *quick) -> list:

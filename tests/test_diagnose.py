@@ -15,6 +15,7 @@ from looped_eval.diagnose.growth import loop_cosine
 from looped_eval.diagnose.premises import premises
 from looped_eval.diagnose.transfer import lr_transfer
 from looped_recipes.common import measures
+from looped_recipes.common.token_losses import next_token_losses
 from looped_recipes.data.tokenizers import train_word
 from modeling_looped import LoopedForCausalLM
 from modeling_looped.injection import AddInjection
@@ -308,9 +309,7 @@ def test_future_signal_is_that_of_scaled_states(preset):
             factor = math.exp(sign * step)
             with rewritten_states(model, lambda loop, h, f=factor, k=k: h * f if loop == k else h), torch.no_grad():
                 outputs = model(**BATCH, output_loop_logits=True)
-            losses.append(
-                [readout_probes.next_token_losses(z, BATCH["input_ids"]).mean() for z in outputs.loop_logits]
-            )
+            losses.append([next_token_losses(z, BATCH["input_ids"]).mean() for z in outputs.loop_logits])
         differences = [((up - down) / (2 * step)).item() for up, down in zip(*losses)][k - 1 :]
         assert result["signal"][k - 1] == pytest.approx(differences, rel=1e-5, abs=1e-9)
         sizes, signal = result["size"][k - 1], result["signal"][k - 1]
@@ -483,6 +482,34 @@ def test_padding_is_refused(probe):
 def test_a_mask_of_ones_changes_no_measure():
     batch = {**BATCH, "attention_mask": torch.ones_like(BATCH["input_ids"])}
     assert dynamics.depth_curve(tiny_model(), batch)["ce"] == dynamics.depth_curve(tiny_model(), BATCH)["ce"]
+
+
+def numbers(result) -> list[float]:
+    if isinstance(result, dict):
+        return [number for value in result.values() for number in numbers(value)]
+    if isinstance(result, list):
+        return [number for value in result for number in numbers(value)]
+    return [result] if isinstance(result, float) else []
+
+
+OF_TOKENS = [*PROBES, premises, loop_cosine, readout_probes.exit_weighted]
+OF_TOKENS.remove(dynamics.sensitivity)  # of whole rows
+
+
+@pytest.mark.parametrize("probe", OF_TOKENS)
+def test_a_token_whose_label_is_ignored_counts_nowhere(probe):
+    """The last tokens of rows change nothing before them, so that rows without them are measured alike."""
+    model = tiny_model(injection="diagonal", exit_gate="raw", num_prelude_layers=1, num_coda_layers=1).double()
+    ids = BATCH["input_ids"]
+    labels = ids.clone()
+    labels[:, -1] = -100
+    options = {"copies": 0} if probe is loop_cosine else {}
+    cut, found = (
+        probe(model, {"input_ids": ids[:, :-1]}, **options),
+        probe(model, {"input_ids": ids, "labels": labels}, **options),
+    )
+    assert numbers(found) == pytest.approx(numbers(cut), rel=1e-6, abs=1e-9)
+    assert numbers(found) != pytest.approx(numbers(probe(model, BATCH, **options)), rel=1e-6, abs=1e-9)
 
 
 def test_too_few_loops_are_refused():

@@ -7,17 +7,22 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+from accelerate import Accelerator
 
 from looped_eval.common.model_folder import results_folder
 from looped_eval.common.page import Charts, Heading
 from looped_eval.common.run_folder import RunFolder
 from looped_eval.diagnose import command as diagnose
+from looped_eval.diagnose.dynamics import depth_curve
 from looped_eval.diagnose.model_and_text import DiagnoseError, config_fields, make_config, open_model_and_text
 from looped_eval.diagnose.readings import READINGS
 from looped_eval.report import command as report
-from looped_recipes.settings.recipe import load_recipe
+from looped_recipes.data.shards import prepare
+from looped_recipes.data.tokenizers import mark_documents
+from looped_recipes.engine.validation import validate
+from looped_recipes.settings.recipe import DataConfig, load_recipe, recipe_of_run
 from modeling_looped import LoopedForCausalLM
-from tests.helpers import random_ids, run_of, tiny_config, tiny_model, tiny_tokenizer
+from tests.helpers import random_ids, run_of, run_of_documents, tiny_config, tiny_model, tiny_tokenizer
 from tests.helpers_pretrain import monitored
 
 
@@ -189,9 +194,11 @@ def test_models_from_every_place(run_folder, tmp_path):
 
 
 def test_a_trained_model_reads_what_its_run_held_out(run_folder, tmp_path, capsys):
-    """Documents without their start tokens, and the output says what was read."""
+    """The document begins with its start token, which is no target, and the output says what was read."""
     of = open_model_and_text(str(run_folder), rows=3, length=16)
-    assert of.batch["input_ids"].tolist() == [list(range(11, 3, -1)) * 2] * 3  # h to a; training text is z to w
+    read = [1, *list(range(11, 3, -1)) * 6][:48]  # h to a; training text is z to w
+    assert of.batch["input_ids"].flatten().tolist() == read
+    assert of.batch["labels"].flatten().tolist() == [-100, *read[1:]]
     assert of.where["text"] == f"validation split of {run_folder} ({run_folder / 'held_out.jsonl'})"
     options = ["--rows", "3", "--length", "16", "--output", str(tmp_path)]
     diagnose.main(["token_norms", str(run_folder / "final"), *options])
@@ -199,7 +206,7 @@ def test_a_trained_model_reads_what_its_run_held_out(run_folder, tmp_path, capsy
     assert f"text: {of.where['text']}\n" in said and f"next: looped diagnose all {run_folder}" in said
     assert json.loads((tmp_path / "token_norms.json").read_text())["text"] == of.where["text"]
 
-    with pytest.raises(ValueError, match=r"holds 481 tokens, fewer than 31 rows of 16: ask for fewer"):
+    with pytest.raises(ValueError, match=r"holds 482 tokens, fewer than 31 rows of 16: ask for fewer"):
         open_model_and_text(str(run_folder), rows=31, length=16)
     with pytest.raises(DiagnoseError, match="pass --text with --tokenizer"):
         open_model_and_text(str(run_folder), tokenizer=str(run_folder / "final"))
@@ -209,6 +216,30 @@ def test_a_trained_model_reads_what_its_run_held_out(run_folder, tmp_path, capsy
     (run_folder / "metrics.jsonl").unlink()
     with pytest.raises(DiagnoseError, match="in no training run.*pass --text"):
         open_model_and_text(str(run_folder / "final"))
+
+
+@pytest.mark.parametrize("data", [{}, {"document_masking": True}], ids=["joined", "masked"])
+def test_losses_are_those_of_the_runs_validation(run_folder, data):
+    stream = run_of_documents(run_folder / "final", **data)
+    recipe = recipe_of_run(run_folder)
+    validation = prepare(recipe.data).validation
+    count = recipe.evaluation.rows = len(validation)
+    of = open_model_and_text(str(run_folder), rows=count)  # by default as long as the rows of the run
+    assert torch.equal(of.batch["input_ids"], stream[: count * 8].view(count, 8))
+    logged = validate(Accelerator(cpu=True), of.model, of.config, recipe, validation)
+    found = depth_curve(of.model, of.batch)["ce"]
+    assert found[:2] == pytest.approx([logged[f"validation/loss_at_{k}"] for k in (1, 2)], rel=1e-5)
+    with_one_more = open_model_and_text(str(run_folder), rows=4, length=9)
+    assert torch.equal(with_one_more.batch["input_ids"], stream[:36].view(4, 9))
+
+
+def test_a_text_is_read_with_its_start_tokens(run_folder, tmp_path):
+    tokenizer = mark_documents(tiny_tokenizer(), DataConfig(source="", start_token="<s>"))
+    tokenizer.save_pretrained(run_folder / "final")
+    (tmp_path / "text.jsonl").write_text('{"text": "a b c"}\n{"text": "d"}\n')
+    batch = open_model_and_text(str(run_folder), text=str(tmp_path / "text.jsonl"), rows=1, length=8).batch
+    assert batch["input_ids"].tolist() == [[1, 4, 5, 6, 2, 1, 7, 2]]
+    assert batch["labels"].tolist() == [[-100, 4, 5, 6, 2, -100, 7, 2]]
 
 
 @pytest.mark.parametrize(

@@ -80,6 +80,13 @@ def test_every_measure_is_explained_and_drawn():
             "gains less than 0.0001 in cross-entropy, at 1.00 times",
         ),
         ("token_norms", {"median": 8, "mean": 42, "max": 390}, "a few tokens carry it"),
+        ("token_norms", {"median": 8, "mean": 8, "max": 9, "std": 1}, "tokens are alike"),
+        ("token_norms", {"median": 8, "mean": 8, "max": 90, "std": 5}, "tokens differ"),
+        (
+            "token_norms",
+            {"median": 8, "mean": 8, "max": 14, "std": 3, "classes": {"words": {"mean": 4}, "special": {"mean": 13}}},
+            "tokens differ",
+        ),
         (
             "state_dynamics",
             {"loop": [1, 2], "change": [1.0, 0.05], "state_norm": [1, 1]},
@@ -93,14 +100,18 @@ def test_every_measure_is_explained_and_drawn():
         ),
         (
             "update_decomposition",
-            {"table": {"a_rad": 0.27, "b": 0.28}},
-            "grows by 0.27 in each loop, of updates of size",
+            {"table": {"measured_increment": 0.26, "a_rad_size": 0.27, "b": 0.28}},
+            "grows by 0.26 in each loop, of updates of size",
         ),
-        ("update_decomposition", {"table": {"a_rad": 0.27, "b": 0.28}}, "96 % of them is along the state"),
+        (
+            "update_decomposition",
+            {"table": {"measured_increment": -0.01, "a_rad_size": 0.27, "b": 0.28}},
+            "falls by 0.01 in each loop, of updates of size 0.28: 96 % of them is along the state",
+        ),
         ("depth_curve", {"loop": [1, 2], "ce": [2.0, None], "trained_loops": 2}, "1 loop is best here: 2.000"),
         (
             "update_decomposition",
-            {"table": {"a_rad": -6e-11, "b": 1e-7}},
+            {"table": {"measured_increment": -6e-11, "b": 1e-7}},
             "the state stays where it is: updates are of",
         ),
         ("future_signal", {"largest_immediate": 2e-8, "largest_future": 1e-9}, "No loss sees the scale of any loop"),

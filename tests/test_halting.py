@@ -35,7 +35,7 @@ from looped_recipes.engine.validation import validate
 from looped_recipes.settings.recipe import DataConfig, recipe_of_run
 from modeling_looped import LoopedConfig, LoopedForCausalLM
 from modeling_looped.exit_criteria import CRITERIA, ExitRule
-from tests.helpers import quick_and_slow, random_ids, run_of, tiny_model, tiny_tokenizer
+from tests.helpers import quick_and_slow, random_ids, run_of, run_of_documents, tiny_model, tiny_tokenizer
 
 
 LOOPS = 4
@@ -421,16 +421,6 @@ def test_the_command_reads_what_the_run_held_out(tmp_path, capsys):
     (tmp_path / "metrics.jsonl").unlink()
     with pytest.raises(ValueError, match="in no training run.*name a text"):
         halting.run(halting.parse(options))
-
-
-def run_of_documents(folder, **data):
-    """A run that held out 28 documents of 3 to 9 words, between start and end tokens; their tokens."""
-    run_of(folder.parent, folder, "", **data)
-    draw, tokenizer = random.Random(0), tiny_tokenizer()
-    texts = [" ".join(draw.choices("abcdefghij", k=draw.randint(3, 9))) for _ in range(28)]
-    (folder.parent / "held_out.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    marked = (f"<s> {text} </s>" for text in texts)
-    return tokenizer(" ".join(marked), add_special_tokens=False, return_tensors="pt")["input_ids"][0]
 
 
 @pytest.mark.parametrize("stride", [None, 7], ids=["apart", "a token in common"])

@@ -39,7 +39,8 @@ def held_out_rows(run: Path, count: int, length: int, seed: int | None = None) -
     """Return [count, length] tokens of the validation split, no token twice, and a name of the text.
 
     With a seed, rows are drawn at random; without, they are taken from the beginning. Start tokens that the model has
-    not learned to predict are removed, so that every token is a target.
+    not learned to predict are removed, so that every token is a target: for long documents only, which hardly need
+    them. The claims were measured on these rows; `batch_as_trained` keeps start tokens.
     """
     data = run_data(run)
     rows = prepared_data(run, data).validation
@@ -62,8 +63,25 @@ def rows_as_trained(run: Path, count: int, length: int, seed: int, least: int) -
     return found, None if rows.learn_start else rows.start, name_of(run, data)
 
 
+def batch_as_trained(run: Path, count: int, length: int) -> tuple[dict[str, torch.Tensor], str]:
+    """Return the first rows of the validation split as training reads its rows, with labels of -100 at start tokens
+    that are not learned and, with document masking, position_ids; and a name of the text."""
+    data = run_data(run)
+    rows = prepared_data(run, data).validation.of_length(length)
+    if len(rows) < count:
+        raise too_short(run, rows.num_tokens, count, length)
+    return rows.batch(range(count)), name_of(run, data)
+
+
 def name_of(run: Path, data: DataConfig) -> str:
     return f"validation split of {run} ({data.validation_source or data.source})"
+
+
+def too_short(run: Path, tokens: int, rows: int, length: int) -> HeldOutError:
+    return HeldOutError(
+        f"the validation split of {run} holds {tokens} tokens, fewer than {rows} rows of {length}: ask for fewer or "
+        "shorter rows (--length), or name another text"
+    )
 
 
 def stream_of(rows: PackedRows) -> np.ndarray:
@@ -76,10 +94,7 @@ def cut(
     """Return [count, length] tokens, rows of which one begins every `step` tokens."""
     available = max(0, (len(stream) - length) // step + 1)
     if available < least:
-        raise HeldOutError(
-            f"the validation split of {run} holds {len(stream)} tokens, fewer than {least} rows of {length}: ask for "
-            "fewer or shorter rows (--length), or name another text"
-        )
+        raise too_short(run, len(stream), least, length)
     count = min(count, available)
     order = torch.arange(count)
     if seed is not None:

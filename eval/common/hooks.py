@@ -1,4 +1,8 @@
-"""Records or replaces states inside a forward pass, by hooks on the modules and around the loops."""
+"""Records or replaces states inside a forward pass, by hooks on the modules and around the loops.
+
+A batch holds the keyword arguments of forward. Where it has labels, tokens of label -100 are read, but are no targets,
+and what is averaged over tokens leaves them out.
+"""
 
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
@@ -8,6 +12,7 @@ from functools import partial
 import torch
 
 from looped_recipes.common.token_losses import next_token_losses
+from modeling_looped.cross_entropy import IGNORE_INDEX
 from modeling_looped.evaluating import evaluating
 
 
@@ -44,7 +49,7 @@ def around_loops(model, run: Callable):
 
 @dataclass
 class Trace:
-    """States of one pass at one depth, [batch, length, d] each."""
+    """States of one pass at one depth, [batch, length, d] each, or [tokens, d] of a batch with labels."""
 
     embedded: list[torch.Tensor] = field(default_factory=list)  # embedding, after each prelude layer, e
     entering: list[torch.Tensor] = field(default_factory=list)  # h_t, the input of each loop
@@ -61,27 +66,30 @@ def trace(model, batch: dict, num_loops: int | None = None) -> Trace:
     """Record one pass of a causal LM. Works also if the first loops of a deeper pass are not a shallower pass."""
     base, seen = model.model, Trace()
 
+    def kept(state):
+        return of_counted(state.detach(), batch)
+
     def run(core_pass, state, embedded, *inputs):
         if not seen.entering:
-            seen.embedded.append(embedded.detach())
-        seen.entering.append(state.detach())
+            seen.embedded.append(kept(embedded))
+        seen.entering.append(kept(state))
         after = core_pass(state, embedded, *inputs)
-        seen.states.append(after.detach())
+        seen.states.append(kept(after))
         return after
 
-    handles = [base.core[0].register_forward_pre_hook(lambda _, a: seen.stages.append([a[0].detach()]))]
+    handles = [base.core[0].register_forward_pre_hook(lambda _, a: seen.stages.append([kept(a[0])]))]
 
     def leaves(_, arguments, output):  # a tuple also holds keys and values that loops share
-        seen.stages[-1].append((output[0] if isinstance(output, tuple) else output).detach())
+        seen.stages[-1].append(kept(output[0] if isinstance(output, tuple) else output))
 
     for block in [*base.core, *([] if base.change_gate is None else [base.change_gate])]:
         handles.append(block.register_forward_hook(leaves))
     if len(base.prelude):
-        handles.append(base.prelude[0].register_forward_pre_hook(lambda _, a: seen.embedded.append(a[0].detach())))
+        handles.append(base.prelude[0].register_forward_pre_hook(lambda _, a: seen.embedded.append(kept(a[0]))))
     for block in base.prelude:
-        handles.append(block.register_forward_hook(lambda _, a, output: seen.embedded.append(output.detach())))
+        handles.append(block.register_forward_hook(lambda _, a, output: seen.embedded.append(kept(output))))
     with hooks(*handles), around_loops(model, run), evaluating(model), torch.no_grad():
-        base(**batch, num_loops=num_loops, use_cache=False)
+        base(**inputs_of(batch), num_loops=num_loops, use_cache=False)
     return seen
 
 
@@ -109,6 +117,31 @@ def rewritten_states(model, rewrite: Callable[[int, torch.Tensor], torch.Tensor]
         yield
 
 
+def inputs_of(batch: dict) -> dict:
+    return {name: value for name, value in batch.items() if name != "labels"}
+
+
+def labels_of(batch: dict) -> torch.Tensor:
+    return batch.get("labels", batch["input_ids"])
+
+
+def of_counted(values: torch.Tensor, batch: dict) -> torch.Tensor:
+    """Return those of [batch, length, ...] that belong to tokens which count, [tokens, ...]; without labels all
+    count, and values are returned unchanged."""
+    return values[batch["labels"] != IGNORE_INDEX] if "labels" in batch else values
+
+
+def before_targets(values: torch.Tensor, batch: dict) -> torch.Tensor:
+    """Return those of [batch, length - 1, ...] at positions whose next token is a target, in the form of
+    `of_counted`."""
+    return values[batch["labels"][:, 1:] != IGNORE_INDEX] if "labels" in batch else values
+
+
+def losses_of_targets(logits: torch.Tensor, batch: dict) -> torch.Tensor:
+    """Return the loss of every target."""
+    return before_targets(next_token_losses(logits, labels_of(batch)), batch)
+
+
 def check_batch(batch: dict):
     """Refuse padding, which measures would count as text."""
     mask = batch.get("attention_mask")
@@ -132,5 +165,5 @@ def depth_of(model, batch: dict, num_loops: int | None) -> int:
 @torch.no_grad()
 def final_loss(model, batch: dict, num_loops: int) -> float:
     """Mean cross-entropy of the readout after the last loop."""
-    logits = model(**batch, num_loops=num_loops, use_cache=False).logits
-    return next_token_losses(logits, batch["input_ids"]).mean().item()
+    logits = model(**inputs_of(batch), num_loops=num_loops, use_cache=False).logits
+    return losses_of_targets(logits, batch).mean().item()

@@ -1,6 +1,6 @@
 """How the state, the loss and the gradients of one model change over loops.
 
-Every measure takes a causal LM and a batch, the keyword arguments of its forward pass, and returns a dict of numbers.
+Every measure takes a causal LM and a batch, as hooks.py describes it, and returns a dict of numbers.
 Norms are Euclidean and averaged over tokens, as in the papers; R is ||h|| / sqrt d.
 """
 
@@ -14,6 +14,9 @@ from looped_eval.common.hooks import (
     depth_of,
     final_loss,
     hooks,
+    inputs_of,
+    labels_of,
+    of_counted,
     own_randomness,
     rewritten_states,
     trace,
@@ -60,8 +63,8 @@ def losses_at_every_depth(model, batch: dict, depth: int) -> list[float]:
         if model.config.reads_run_depth:
             return [final_loss(model, batch, k) for k in range(1, depth + 1)]
         outputs = model(
-            **batch,
-            labels=batch["input_ids"],
+            **inputs_of(batch),
+            labels=labels_of(batch),
             num_loops=depth,
             output_loop_losses=True,
             output_logits=False,
@@ -128,9 +131,9 @@ def spectral(model, batch: dict, *, num_loops: int | None = None) -> dict:
     result["A"]["expansion"] = [expansion(matrix, h) if h.any() else None for h in entering]  # h_0 may be zeros
     if base.coda_proj is not None:
         seen = []
-        with hooks(base.coda_proj.register_forward_pre_hook(lambda _, a: seen.append(a[0]))), evaluating(model):
-            with torch.no_grad():
-                base(**batch, num_loops=depth, use_cache=False)
+        watch = base.coda_proj.register_forward_pre_hook(lambda _, a: seen.append(of_counted(a[0], batch)))
+        with hooks(watch), evaluating(model), torch.no_grad():
+            base(**inputs_of(batch), num_loops=depth, use_cache=False)
         weight = base.coda_proj.weight.detach()
         result["C"] = {"spectral_norm": spectral_norm(at_least_fp32(weight)), "expansion": expansion(weight, seen[-1])}
     return result
@@ -190,7 +193,7 @@ def sensitivity(model, batch: dict, *, num_loops: int | None = None) -> dict:
         before = OFF * row_norm(one)
         return torch.cat([one, one + before * difference])
 
-    twins = {key: torch.cat([tensor, tensor]) for key, tensor in batch.items()}
+    twins = {key: torch.cat([tensor, tensor]) for key, tensor in inputs_of(batch).items()}
     with rewritten_states(model, compare), evaluating(model), torch.no_grad():
         model.model(**twins, num_loops=depth, use_cache=False)
     later = [math.log(factor) if factor else -math.inf for factor in growth[len(growth) // 2 :]]
@@ -249,7 +252,7 @@ def gradient_norms(
         chosen = torch.arange(step * rows_per_step, (step + 1) * rows_per_step) % len(batch["input_ids"])
         rows = {key: tensor[chosen] for key, tensor in batch.items()}
         with torch.enable_grad(), own_randomness(step):
-            loss = model(**rows, labels=rows["input_ids"], output_logits=False, use_cache=False).loss
+            loss = model(**inputs_of(rows), labels=labels_of(rows), output_logits=False, use_cache=False).loss
         loss.backward()
         losses.append(loss.item())
         for name, module in watched.items():

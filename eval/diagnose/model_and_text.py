@@ -11,17 +11,27 @@ from pathlib import Path
 import torch
 import yaml
 
-from looped_eval.common.held_out import held_out_rows
-from looped_eval.common.model_folder import joined_tokens, model_folder, named_tokenizer, training_run
+from looped_eval.common.held_out import batch_as_trained, run_data
+from looped_eval.common.model_folder import (
+    joined_tokens,
+    model_folder,
+    named_tokenizer,
+    training_run,
+    unlearned_start,
+)
 from looped_recipes.common.metrics import read_metrics
 from looped_recipes.data.sources import training_source
 from looped_recipes.settings.recipe import load_recipe
 from looped_recipes.settings.sections import SECTIONS, DataConfig
 from looped_recipes.settings.yaml_files import read_yaml
 from modeling_looped import LoopedConfig, LoopedForCausalLM
+from modeling_looped.cross_entropy import IGNORE_INDEX
 
 from .growth import built, random_tokens
 from .readout_probes import token_classes
+
+
+LENGTH = 128  # tokens in a row
 
 
 class DiagnoseError(ValueError):
@@ -31,7 +41,7 @@ class DiagnoseError(ValueError):
 @dataclass
 class ModelAndText:
     model: LoopedForCausalLM
-    batch: dict  # arguments of forward: input_ids, and initial_state where one is drawn
+    batch: dict  # as in hooks.py, with an initial_state where one is drawn
     where: dict  # description of the model and the tokens
     records: list[dict]  # in the metrics.jsonl of the training run
     tokenizer: str | Path | None = None
@@ -55,7 +65,7 @@ def open_model_and_text(
     text: str | None = None,
     tokenizer: str | None = None,
     rows: int = 16,
-    length: int = 128,
+    length: int | None = None,
     seed: int = 0,
     state_seed: int | None = None,
     dtype: str = "float32",
@@ -65,9 +75,9 @@ def open_model_and_text(
 
     overrides: key=value, which change a config. Without a text, a trained model reads the held-out text of its run,
     and a fresh one the embedded corpus. Text is read with the model's tokenizer or the named one; a fresh model
-    without a tokenizer reads random tokens.
+    without a tokenizer reads random tokens. length: by default LENGTH, or that of the run's rows if these are shorter.
     """
-    if rows < 1 or length < 2:
+    if rows < 1 or (length is not None and length < 2):
         raise DiagnoseError(f"at least 1 row and 2 tokens in each are needed, got rows={rows} and length={length}")
     folder = model_folder(target)
     if folder is not None and overrides:
@@ -82,19 +92,21 @@ def open_model_and_text(
         model = LoopedForCausalLM.from_pretrained(folder, trust_remote_code=trust_remote_code)
         made = str(target)
     model = model.to(getattr(torch, dtype)).eval()
+    run = training_run(target)
+    from_run = text is None and folder is not None
+    if length is None:
+        length = min(LENGTH, run_data(run).sequence_length) if from_run and run is not None else LENGTH
     if model.config.position_embedding == "learned":
         length = min(length, model.config.max_position_embeddings)
-    run = training_run(target)
     own = folder if folder is not None and (folder / "tokenizer_config.json").is_file() else None
-    if text is None and folder is not None:
-        ids, read = own_tokens(target, run, tokenizer, rows, length)
+    if from_run:
+        batch, read = own_batch(target, run, tokenizer, rows, length)
         tokenizer = own
     else:
         tokenizer = own if tokenizer is None else tokenizer
-        ids, read = tokens(model.config, tokenizer, text, rows, length, seed)
-    batch = {"input_ids": ids}
+        batch, read = text_batch(model.config, tokenizer, text, rows, length, seed)
     if state_seed is not None:
-        batch["initial_state"] = model.sample_initial_state(*ids.shape, torch.Generator().manual_seed(state_seed))
+        batch["initial_state"] = model.sample_initial_state(rows, length, torch.Generator().manual_seed(state_seed))
     where = {"model": made, "text": read, "rows": rows, "length": length, "state_seed": state_seed, "dtype": dtype}
     records = [] if run is None else read_metrics(run / "metrics.jsonl")
     return ModelAndText(model, batch, where, records, tokenizer, is_fresh=folder is None)
@@ -155,8 +167,8 @@ def make_config(fields: dict, overrides: list[str]) -> LoopedConfig:
         raise DiagnoseError(f"{' '.join(overrides)} makes no config: {error}") from error
 
 
-def own_tokens(target: str, run: Path | None, tokenizer: str | None, rows: int, length: int):
-    """Return [rows, length] tokens that the run of a trained model held out, and the name of the text."""
+def own_batch(target: str, run: Path | None, tokenizer: str | None, rows: int, length: int):
+    """Return rows that the run of a trained model held out, and the name of the text."""
     if run is None:
         raise DiagnoseError(
             f"{target!r} is in no training run, so what it was trained on is not known: pass --text with a text that "
@@ -164,26 +176,31 @@ def own_tokens(target: str, run: Path | None, tokenizer: str | None, rows: int, 
         )
     if tokenizer is not None:
         raise DiagnoseError(f"what {run} held out is read with its own tokenizer: pass --text with --tokenizer")
-    return held_out_rows(run, rows, length)
+    return batch_as_trained(run, rows, length)
 
 
-def tokens(config, tokenizer, text: str | None, rows: int, length: int, seed: int):
-    """Return [rows, length] tokens of texts joined by the end token, and the name of the text."""
+def text_batch(config, tokenizer, text: str | None, rows: int, length: int, seed: int):
+    """Return rows of documents, each with its start token, which is no target, and its end token; and the name of the
+    text."""
     if tokenizer is None:
         if text is not None:
             raise DiagnoseError(
                 f"{text!r} cannot be read without a tokenizer, and this model has none: pass --tokenizer"
             )
-        return random_tokens(config, rows, length, seed), f"random tokens with seed {seed}"
+        return {"input_ids": random_tokens(config, rows, length, seed)}, f"random tokens with seed {seed}"
     tokenizer = named_tokenizer(str(tokenizer))
     if len(tokenizer) > config.vocab_size:
         raise DiagnoseError(f"the tokenizer has {len(tokenizer)} tokens, but the model vocab_size={config.vocab_size}")
     documents = training_source(DataConfig(source=text or "embedded")).load()
-    ids = list(itertools.islice(joined_tokens(documents, tokenizer), rows * length))
+    start = unlearned_start(tokenizer)
+    ids = list(itertools.islice(joined_tokens(documents, tokenizer, start), rows * length))
     if len(ids) < rows * length:
         raise DiagnoseError(
             f"{text or 'the embedded corpus'!r} holds {len(ids)} tokens, fewer than {rows} rows of {length}: "
             "lower --rows or --length"
         )
     read = "embedded corpus (the training text of a demo model)" if text in (None, "embedded") else text
-    return torch.tensor(ids).view(rows, length), read
+    batch = {"input_ids": torch.tensor(ids).view(rows, length)}
+    if start is not None:
+        batch["labels"] = batch["input_ids"].masked_fill(batch["input_ids"] == start, IGNORE_INDEX)
+    return batch, read

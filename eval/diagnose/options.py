@@ -123,7 +123,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         command.add_argument("--text", help="txt, jsonl, parquet or a dataset; default: what the run held out")
         command.add_argument("--tokenizer", help="folder or name, for a model that comes without one")
         command.add_argument("--rows", type=int, default=16)
-        command.add_argument("--length", type=int, default=128, help="tokens in a row")
+        command.add_argument(
+            "--length", type=int, help="tokens in a row; default: 128, or those of the run's rows if fewer"
+        )
         command.add_argument("--seed", type=int, default=0, help="of random weights and tokens")
         command.add_argument("--state-seed", type=int, help="draw the initial state, where the model has a random one")
         command.add_trust()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from looped_eval.common.hooks import depth_of, hooks, trace
+from looped_eval.common.hooks import depth_of, hooks, of_counted, trace
 from looped_recipes.common.measures import increment_products, spectral_norm
 from modeling_looped.evaluating import evaluating
 from modeling_looped.tensors import at_least_fp32
@@ -46,6 +46,7 @@ class Branch:
 
     name: str
     linear: torch.nn.Linear
+    batch: dict
     activations: torch.Tensor | float = 0.0  # U
     outputs: torch.Tensor | float = 0.0  # W U
     activation_squares: torch.Tensor | float = 0.0  # sum of ||u_n||^2
@@ -53,7 +54,7 @@ class Branch:
     negative: float = 0.0
 
     def add(self, _, arguments, output):
-        u, r = at_least_fp32(arguments[0].detach()), at_least_fp32(output.detach())
+        u, r = (at_least_fp32(of_counted(values.detach(), self.batch)) for values in (arguments[0], output))
         self.activations = self.activations + u
         self.outputs = self.outputs + r
         self.activation_squares = self.activation_squares + u.square().sum(-1)
@@ -76,9 +77,9 @@ class Branch:
         }
 
 
-def branches(model) -> list[Branch]:
+def branches(model, batch: dict) -> list[Branch]:
     return [
-        Branch(f"core_{i}.{name}", linear)
+        Branch(f"core_{i}.{name}", linear, batch)
         for i, block in enumerate(model.model.core)
         for name, linear in (("attention", block.self_attn.o_proj), ("mlp", block.mlp.down_proj))
     ]
@@ -94,7 +95,7 @@ def premises(model, batch: dict, *, num_loops: int | None = None) -> dict:
     depth = depth_of(model, batch, num_loops)
     if depth < 2:
         raise ValueError(f"an overlap of loops needs at least 2 of them, got num_loops={depth}")
-    config, watched = model.config, branches(model)
+    config, watched = model.config, branches(model, batch)
     if config.loop_lora_rank is not None:
         raise ValueError(
             f"premises are of layers that all loops share, but with loop_lora_rank={config.loop_lora_rank} each loop "

@@ -1,13 +1,21 @@
 """How readouts depend on the scale of the state (Dense Supervision Is Not Enough: The Readout Blind Spot).
 
-Every measure takes a causal LM and a batch, the keyword arguments of its forward pass, and returns a dict of numbers.
+Every measure takes a causal LM and a batch, as hooks.py describes it, and returns a dict of numbers.
 """
 
 import torch
 
-from looped_eval.common.hooks import depth_of, final_loss, rewritten_states, trace
+from looped_eval.common.hooks import (
+    before_targets,
+    depth_of,
+    final_loss,
+    inputs_of,
+    losses_of_targets,
+    of_counted,
+    rewritten_states,
+    trace,
+)
 from looped_recipes.common.measures import distribution, mean_norm, radial_fraction, token_rms, update_parts
-from looped_recipes.common.token_losses import next_token_losses
 from modeling_looped.evaluating import evaluating
 from modeling_looped.exit_criteria import entropy_of, logit_margin
 
@@ -43,13 +51,14 @@ def radial_gradient(model, batch: dict, *, num_loops: int | None = None) -> dict
             return leaf
 
         with evaluating(model), rewritten_states(model, cut), torch.enable_grad():
-            logits = model(**batch, num_loops=k, use_cache=False).logits
-            loss = next_token_losses(logits, batch["input_ids"]).mean()
+            logits = model(**inputs_of(batch), num_loops=k, use_cache=False).logits
+            loss = losses_of_targets(logits, batch).mean()
             (gradient,) = torch.autograd.grad(loss, leaf)
-        entropy, margin = entropy_and_margin(logits.detach()[:, :-1])
-        result["r"].append(radial_fraction(gradient, leaf.detach()).mean().item())
+        entropy, margin = entropy_and_margin(before_targets(logits.detach()[:, :-1], batch))
+        counted = (of_counted(values, batch) for values in (gradient, leaf.detach()))
+        result["r"].append(radial_fraction(*counted).mean().item())
         result["g"].append((gradient.double() * leaf.detach().double()).sum().item())
-        result["norm"].append(mean_norm(leaf.detach()))
+        result["norm"].append(mean_norm(of_counted(leaf.detach(), batch)))
         result["entropy"].append(entropy)
         result["margin"].append(margin)
         result["ce"].append(loss.item())
@@ -118,7 +127,7 @@ def radial_clamp(model, batch: dict, *, num_loops: int | None = None) -> dict:
         def rewrite(loop, state, clamp=clamp):
             nonlocal norm
             state = state if clamp is None else clamp(loop, state)
-            norm = mean_norm(state)
+            norm = mean_norm(of_counted(state, batch))
             return state
 
         with evaluating(model), rewritten_states(model, rewrite):
@@ -143,13 +152,13 @@ def update_decomposition(model, batch: dict, *, num_loops: int = 30) -> dict:
 
         s_{k+1} = s_k + a_rad + O(1 / s_k),    |u_{k+1} - u_k|_rms s_k = |b_perp|_rms + O(1 / s_k)
 
-    Averages over tokens at every loop; the table averages loops k >= 10.
+    Averages over tokens at every loop, a_rad_size of |a_rad|; the table averages loops k >= 10.
     """
     depth = depth_of(model, batch, num_loops)
     if depth <= SETTLED:
         raise ValueError(f"the table averages loops from {SETTLED} on: num_loops must be above {SETTLED}, got {depth}")
     states = trace(model, batch, depth).states
-    names = ("scale", "a_rad", "b_perp", "b", "turn_times_scale")
+    names = ("scale", "a_rad", "a_rad_size", "b_perp", "b", "turn_times_scale")
     result = {"loop": list(range(1, depth)), **{name: [] for name in names}}
     for before, after in zip(states, states[1:]):
         parts = update_parts(before, after)
@@ -158,7 +167,7 @@ def update_decomposition(model, batch: dict, *, num_loops: int = 30) -> dict:
     result["final_scale"] = token_rms(states[-1]).mean().item()
     result["predicted_next_scale"] = [s + a for s, a in zip(result["scale"], result["a_rad"])]
     settled = [i for i, k in enumerate(result["loop"]) if k >= SETTLED]
-    table = {name: sum(result[name][i] for i in settled) / len(settled) for name in ("a_rad", "b_perp", "b")}
+    table = {name: sum(result[name][i] for i in settled) / len(settled) for name in names[1:-1]}
     increments = [b - a for a, b in zip(result["scale"], result["scale"][1:] + [result["final_scale"]])]
     table["measured_increment"] = sum(increments[i] for i in settled) / len(settled)
     table["b_over_a_rad"] = table["b"] / abs(table["a_rad"]) if table["a_rad"] else None
@@ -172,7 +181,8 @@ def token_norms(model, batch: dict, classes: dict | None = None, *, num_loops: i
     norms = token_rms(state) * state.shape[-1] ** 0.5
     result = {"num_loops": depth, "tokens": norms.numel(), **distribution(norms)}
     if classes is not None:
-        of_classes = {name: norms[is_member[batch["input_ids"]]] for name, is_member in classes.items()}
+        ids = of_counted(batch["input_ids"], batch)
+        of_classes = {name: norms[is_member[ids]] for name, is_member in classes.items()}
         result["classes"] = {
             name: {"tokens": n.numel(), **distribution(n)} for name, n in of_classes.items() if n.numel()
         }
@@ -201,24 +211,29 @@ def exit_weighted(model, batch: dict, *, num_loops: int | None = None) -> dict:
     depth = depth_of(model, batch, num_loops)
     with evaluating(model), torch.no_grad():
         outputs = model(
-            **batch, num_loops=depth, output_loop_logits=True, output_exit_probabilities=True, use_cache=False
+            **inputs_of(batch),
+            num_loops=depth,
+            output_loop_logits=True,
+            output_exit_probabilities=True,
+            use_cache=False,
         )
     weights = outputs.exit_probabilities  # [batch, length, loops]
     mixed, left, at_depth = 0, torch.ones_like(weights[..., :1]), []
     for k, logits in enumerate(outputs.loop_logits):
-        at_depth.append(next_token_losses(mixed + left * logits, batch["input_ids"]).mean().item())
+        at_depth.append(losses_of_targets(mixed + left * logits, batch).mean().item())
         mixed, left = mixed + weights[..., k, None] * logits, left - weights[..., k, None]
-    losses = torch.stack([next_token_losses(logits, batch["input_ids"]) for logits in outputs.loop_logits], -1)
-    entropy, margin = entropy_and_margin(mixed[:, :-1])
+    losses = torch.stack([losses_of_targets(logits, batch) for logits in outputs.loop_logits], -1)
+    weights, mixed = (before_targets(values[:, :-1], batch) for values in (weights, mixed))
+    entropy, margin = entropy_and_margin(mixed)
     return {
         "num_loops": depth,
         "ce": at_depth[-1],
         "entropy": entropy,
         "margin": margin,
-        "expected_ce": (losses * weights[:, :-1]).sum(-1).mean().item(),
+        "expected_ce": (losses * weights).sum(-1).mean().item(),
         "last_ce": losses[..., -1].mean().item(),
         "loop": list(range(1, depth + 1)),
-        "exit": weights[:, :-1].mean((0, 1)).tolist(),
+        "exit": weights.flatten(0, -2).mean(0).tolist(),
         "ce_at_depth": at_depth,
     }
 
@@ -237,12 +252,12 @@ def future_signal(model, batch: dict, *, num_loops: int | None = None, horizon: 
     factors, scale = [], []
 
     def grow(_, state):
-        scale.append(token_rms(state.detach()).mean().item())
+        scale.append(token_rms(of_counted(state.detach(), batch)).mean().item())
         factors.append(torch.zeros(state.shape[:-1], dtype=state.dtype, device=state.device, requires_grad=True))
         return state * factors[-1].exp()[..., None]
 
     with evaluating(model), rewritten_states(model, grow), torch.enable_grad():
-        every_loop = model(**batch, num_loops=depth, output_loop_logits=True, use_cache=False).loop_logits
+        every_loop = model(**inputs_of(batch), num_loops=depth, output_loop_logits=True, use_cache=False).loop_logits
     result = {"loop": list(range(1, depth + 1)), "scale": scale}
     result |= {
         "signal": [[] for _ in every_loop],
@@ -250,7 +265,7 @@ def future_signal(model, batch: dict, *, num_loops: int | None = None, horizon: 
         "constant": [[] for _ in every_loop],
     }
     for last, logits in enumerate(every_loop):
-        loss = next_token_losses(logits, batch["input_ids"]).mean()
+        loss = losses_of_targets(logits, batch).mean()
         first = 0 if horizon is None else max(0, last - horizon)
         gradients = torch.autograd.grad(loss, factors[first : last + 1], retain_graph=True)
         for k, gradient in enumerate(gradients, start=first):

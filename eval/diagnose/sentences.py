@@ -135,19 +135,24 @@ def radial_clamp(result: dict) -> str:
 
 def update_decomposition(result: dict) -> str:
     table = result["table"]
-    growth, update = table["a_rad"], table["b"]
+    growth, update = table["measured_increment"], table["b"]
     how = "grows by" if growth > 0 else "falls by"
     if update < NOTHING:
         return f"Once settled, the state stays where it is: updates are of size {written(update, 2)}."
     return (
         f"Once settled, the state's scale {how} {written(abs(growth), 3)} in each loop, of updates of size "
-        f"{written(update, 3)}: {share(abs(growth) / update)} of them is along the state."
+        f"{written(update, 3)}: {share(table['a_rad_size'] / update)} of them is along the state."
     )
 
 
 def token_norms(result: dict) -> str:
-    ratio = result["mean"] / result["median"]
-    how = "a few tokens carry it" if ratio > 2 else "tokens are alike"
+    of_kinds = [of_kind["mean"] for of_kind in result.get("classes", {}).values()]
+    if result["mean"] > 2 * result["median"]:
+        how = "a few tokens carry it"
+    elif result["std"] > result["mean"] / 2 or (of_kinds and max(of_kinds) > 2 * min(of_kinds)):
+        how = "tokens differ"
+    else:
+        how = "tokens are alike"
     return (
         f"The median token has the norm {written(result['median'])}, the mean {written(result['mean'])}, the largest "
         f"{written(result['max'])}: {how}."

@@ -5,10 +5,9 @@ import math
 import torch
 from transformers import get_wsd_schedule
 
-from looped_eval.common.hooks import check_batch, own_randomness
+from looped_eval.common.hooks import check_batch, inputs_of, labels_of, losses_of_targets, own_randomness
 from looped_eval.common.progress import progress
 from looped_recipes.common.optimum import optimum, shifts
-from looped_recipes.common.token_losses import next_token_losses
 from modeling_looped import LoopedConfig
 from modeling_looped.evaluating import evaluating
 
@@ -38,7 +37,7 @@ def trained_loss(
         chosen = torch.arange(step * rows_per_step, (step + 1) * rows_per_step) % len(train["input_ids"])
         rows = {key: tensor[chosen] for key, tensor in train.items()}
         with torch.enable_grad(), own_randomness(seed * steps + step):
-            loss = model(**rows, labels=rows["input_ids"], output_logits=False, use_cache=False).loss
+            loss = model(**inputs_of(rows), labels=labels_of(rows), output_logits=False, use_cache=False).loss
         if not math.isfinite(loss.item()):
             return None
         loss.backward()
@@ -47,7 +46,7 @@ def trained_loss(
         schedule.step()
         optimizer.zero_grad()
     with evaluating(model), torch.no_grad():
-        loss = next_token_losses(model(**valid, use_cache=False).logits, valid["input_ids"]).mean().item()
+        loss = losses_of_targets(model(**inputs_of(valid), use_cache=False).logits, valid).mean().item()
     return loss if loss < (max_loss or 1.1 * math.log(config.vocab_size)) else None
 
 

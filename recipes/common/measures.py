@@ -94,6 +94,7 @@ def update_parts(before: torch.Tensor, after: torch.Tensor) -> dict[str, torch.T
     return {
         "scale": scale,
         "a_rad": radial,
+        "a_rad_size": radial.abs(),
         "b_perp": token_rms(across),
         "b": token_rms(update),
         "turn_times_scale": token_rms(turn) * scale,  # |u' - u|_rms s, by lemma 2 equal to |b_perp|_rms

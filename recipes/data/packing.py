@@ -5,6 +5,7 @@ tokens. The model shifts labels itself, so a row holds exactly `sequence_length`
 each row loses one target in `sequence_length`, and a step sees exactly rows * sequence_length tokens.
 """
 
+import copy
 from bisect import bisect_right, insort
 from collections.abc import Sequence
 
@@ -82,6 +83,14 @@ class PackedRows:
 
     def __len__(self) -> int:
         return max(0, (self.num_tokens - self.sequence_length) // self.stride + 1)
+
+    def of_length(self, length: int) -> "PackedRows":
+        """Return rows of `length` tokens of the same stream, no token twice; these rows if they are as long."""
+        if length == self.sequence_length:
+            return self
+        rows = copy.copy(self)
+        rows.sequence_length = rows.stride = length
+        return rows
 
     def tokens(self, index: int) -> np.ndarray:
         """Return one row, int64 [sequence_length]; it may cross shards."""
