@@ -5,7 +5,7 @@ from transformers.utils import logging
 
 from .compatibility import PagedAttentionCache
 from .depth import DepthPlan
-from .overrides import is_wrapped
+from .overrides import runs_own
 
 
 logger = logging.get_logger(__name__)
@@ -140,7 +140,7 @@ def check_last_state(name: str, final, states: list, plan: DepthPlan):
 
 def check_serves_deeper_loops(site, slot: int, loop: int):
     """Refuse a site whose `forward` was replaced where another loop needs one: what replaced it reads this slot."""
-    if "forward" in vars(site) and not is_wrapped(site, site.forward):
+    if "forward" in vars(site) and not runs_own(site, "forward"):
         raise ValueError(
             f"the forward of attention_sites[{slot}] was replaced, and loop {loop + 1} has no site of its own: run no "
             "more loops than the model was built with, build it with a larger num_loops, or put a subclass of "

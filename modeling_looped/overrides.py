@@ -1,5 +1,10 @@
 """Checks whether a module was changed from outside: hooks, replaced methods, wrapped calls, other devices."""
 
+from collections.abc import Callable, Iterator
+from functools import partial
+from inspect import getclosurevars
+from types import MethodType
+
 import torch
 from torch import nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -8,6 +13,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 PACKAGE = __name__.rpartition(".")[0]  # this package, also where its code lies beside a saved model
 KNOWN_PACKAGES = "torch.", "transformers.", "peft.tuners.", f"{PACKAGE}."
+# modules whose functions run what they hold in `__wrapped__`, with the same result up to rounding: they move tensors,
+# set the precision, or compile
+WRAPPERS = "accelerate.hooks", "accelerate.utils.operations", "torch.amp.autocast_mode", "torch._dynamo.eval_frame"
+FUSED_HEAD = "trl.trainer.utils"  # may return log-probabilities; its `__wrapped__` is the class's, whatever it runs
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
@@ -28,7 +37,7 @@ def is_as_written(module, *methods: str) -> bool:
     own = vars(module)
 
     def is_ours(name: str) -> bool:
-        if name in own and not is_wrapped(module, own[name]):
+        if name in own and not runs_own(module, name):
             return False
         return all(each.rpartition(".")[0] == PACKAGE for each in modules_of_method(type(module), name))
 
@@ -42,11 +51,28 @@ def modules_of_method(cls: type, name: str) -> tuple[str, str]:
     return owner.__module__, vars(owner)[name].__module__
 
 
-def is_wrapped(module, method) -> bool:
-    """Return whether a method of an instance does the same as that of its class: accelerate's wrapper moves tensors or
-    sets their precision, torch's is the compiled method."""
-    is_of_accelerate = hasattr(module, "_hf_hook") or hasattr(module, "_original_forward")
-    return is_of_accelerate or hasattr(method, "_torchdynamo_orig_callable")
+def runs_own(module, name: str) -> bool:
+    """Return whether a method that was set on an instance runs that of its class, within wrappers that are known."""
+    *_, innermost = unwrapped(vars(module)[name])
+    own = getattr(type(module), name)
+    return innermost in (own, MethodType(own, module))
+
+
+def unwrapped(method: Callable | None) -> Iterator[Callable]:
+    """Yield a method, what it wraps, and so on down to the first that is no known wrapper."""
+    while method is not None:
+        yield method
+        home = home_of(method)
+        if home == FUSED_HEAD:
+            method = getclosurevars(method).nonlocals.get("original_forward")
+        else:
+            method = getattr(method, "__wrapped__", None) if home in WRAPPERS else None
+
+
+def home_of(method: Callable) -> str:
+    """Return the module in whose code a function is written; functools.wraps gives it the `__module__` of another."""
+    function = method.func if isinstance(method, partial) else getattr(method, "__func__", method)
+    return getattr(function, "__globals__", {}).get("__name__", type(function).__module__)
 
 
 def is_changed(module: nn.Module) -> bool:
@@ -63,8 +89,7 @@ def is_changed(module: nn.Module) -> bool:
 
 def has_changed_call(module) -> bool:
     """Return whether a call of a module has hooks of others, or a `forward` that replaces that of its class."""
-    forward = vars(module).get("forward")
-    return has_foreign_hooks(module) or not (forward is None or is_wrapped(module, forward))
+    return has_foreign_hooks(module) or ("forward" in vars(module) and not runs_own(module, "forward"))
 
 
 def has_foreign_hooks(module) -> bool:

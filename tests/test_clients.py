@@ -723,6 +723,34 @@ def test_log_probabilities_of_policies(system):
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("bf16", [False, True])
+def test_a_model_decodes_by_rows_after_a_trainer_of_trl(bf16, tmp_path):
+    trl = trl_or_skip()
+    import datasets
+
+    texts = datasets.Dataset.from_dict({"prompt": ["a b c"] * 2, "chosen": [" d e"] * 2, "rejected": [" f"] * 2})
+    model, ids = tiny_model(vocab_size=30, eos_token_id=None, pad_token_id=0), random_ids(1, 4, 30)
+    settings = {"max_steps": 1, "use_cpu": True, "bf16": bf16, "report_to": "none", "save_strategy": "no"}
+    arguments = trl.DPOConfig(str(tmp_path), disable_tqdm=True, **settings)
+    reference = copy.deepcopy(model)
+    trl.DPOTrainer(model, reference, arguments, train_dataset=texts, processing_class=tiny_tokenizer()).train()
+    model.eval()
+    plain = model.generate(ids, max_new_tokens=4)
+    assert torch.equal(model.generate(ids, max_new_tokens=4, draft_loops=1), plain)
+    assert torch.equal(model.generate(ids, max_new_tokens=4, exit_criterion="kl", exit_threshold=0.0), plain)
+
+
+def test_a_changed_forward_is_refused_within_the_fused_head_of_trl():
+    trl_or_skip()
+    add_fused_lm_head = fused_head_or_skip()
+    model, forward = tiny_model(), LoopedForCausalLM.forward
+    model.forward = lambda *arguments, **named: forward(model, *arguments, **named)
+    add_fused_lm_head(model)
+    with pytest.raises(ValueError, match="a forward, loop or attention that is not the model's own"):
+        model.generate(random_ids(1, 4), max_new_tokens=2, draft_loops=1)
+
+
 def test_the_softcap_has_the_name_that_others_read(tmp_path):
     config = LoopedConfig(final_logit_softcapping=5.0)
     assert config.logit_softcap == config.final_logit_softcapping == 5.0

@@ -356,7 +356,7 @@ def in_mixed_precision(model):
     AcceleratorState._reset_state()
 
 
-@pytest.mark.parametrize(
+over_wrappers = pytest.mark.parametrize(
     "wrap",
     [
         in_mixed_precision,
@@ -365,6 +365,9 @@ def in_mixed_precision(model):
     ],
     ids=["precision", "offload", "compiled"],
 )
+
+
+@over_wrappers
 def test_a_model_whose_forward_is_wrapped_exits(wrap):
     model, ids = tiny_model(loop_loss="per_loop", num_core_layers=1, num_loops=2), random_ids(1, 3)
     expected = model.generate(ids, max_new_tokens=4, exit_criterion="kl", exit_threshold=0.0)
@@ -399,6 +402,15 @@ def test_a_changed_forward_is_refused_with_exits(of_class):
     assert model.generate(ids, max_new_tokens=3)[0, 3:].tolist() == [5, 5, 5]
     with pytest.raises(ValueError, match="a forward, loop or attention that is not the model's own"):
         model.generate(ids, max_new_tokens=3, exit_criterion="kl")
+
+
+@over_wrappers
+def test_a_changed_forward_is_refused_within_a_wrapper(wrap):
+    model, ids = tiny_model(loop_loss="per_loop"), random_ids(1, 3)
+    model.forward = changes_logits(model.forward)
+    wrap(model)
+    with pytest.raises(ValueError, match="a forward, loop or attention that is not the model's own"):
+        model.generate(ids, max_new_tokens=3, draft_loops=1)
 
 
 @pytest.mark.parametrize("way", [{}, {"exit_criterion": "kl"}], ids=["plain", "exits"])
