@@ -33,6 +33,7 @@ from .exit_criteria import ExitCriterion, ExitSelection
 from .foreign_names import GENERATION_FIELDS, refuse_foreign
 from .graph_decoding import decode_in_step, goes_in_step
 from .outputs import AskedOutputs, LoopedGenerateBeamOutput, LoopedGenerateOutput
+from .overrides import autocast_around
 from .row_engine import RowEngine, obstacle_to_row_engine
 from .row_view import kernels_of_single_queries
 from .samplers import generator_of
@@ -270,15 +271,17 @@ class LoopedGenerationMixin(Generative):
         shared = None if is_alone else shared_passes_of(self)
         obstacle = obstacle_to_row_engine(self, *rules, synced_gpus, model_kwargs)
         make_engine = partial(RowEngine, self, input_ids, *rules, streamer, model_kwargs)
-        if shared is not None and obstacle is None:
-            return shared.decode(make_engine, len(input_ids), generation_config.max_length)
-        if options.changes_decoding:
-            if obstacle is not None:
-                options.refuse_for(obstacle)
-            decode = decode_continuously if options.draft_loops is None else speculate
-            return self._by_rows(decode, make_engine, input_ids, generation_config)
-        if obstacle is None and goes_in_step(self, len(input_ids), *rules, model_kwargs):
-            return self._by_rows(decode_in_step, partial(make_engine, has_graphs=True), input_ids, generation_config)
+        with autocast_around(self):  # rows run parts of the model, and not its forward
+            if shared is not None and obstacle is None:
+                return shared.decode(make_engine, len(input_ids), generation_config.max_length)
+            if options.changes_decoding:
+                if obstacle is not None:
+                    options.refuse_for(obstacle)
+                decode = decode_continuously if options.draft_loops is None else speculate
+                return self._by_rows(decode, make_engine, input_ids, generation_config)
+            if obstacle is None and goes_in_step(self, len(input_ids), *rules, model_kwargs):
+                make_engine = partial(make_engine, has_graphs=True)
+                return self._by_rows(decode_in_step, make_engine, input_ids, generation_config)
         if hasattr(streamer, "put_loops"):
             streamer = StreamerOfDepths(streamer, self._depths(input_ids, model_kwargs))
         settings = {"synced_gpus": synced_gpus, "streamer": streamer, **model_kwargs}

@@ -1,6 +1,8 @@
 """Checks whether a module was changed from outside: hooks, replaced methods, wrapped calls, other devices."""
 
+import copy
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from inspect import getclosurevars
 from types import MethodType
@@ -13,9 +15,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 PACKAGE = __name__.rpartition(".")[0]  # this package, also where its code lies beside a saved model
 KNOWN_PACKAGES = "torch.", "transformers.", "peft.tuners.", f"{PACKAGE}."
+AUTOCAST = "torch.amp.autocast_mode"
 # modules whose functions run what they hold in `__wrapped__`, with the same result up to rounding: they move tensors,
 # set the precision, or compile
-WRAPPERS = "accelerate.hooks", "accelerate.utils.operations", "torch.amp.autocast_mode", "torch._dynamo.eval_frame"
+WRAPPERS = "accelerate.hooks", "accelerate.utils.operations", AUTOCAST, "torch._dynamo.eval_frame"
 FUSED_HEAD = "trl.trainer.utils"  # may return log-probabilities; its `__wrapped__` is the class's, whatever it runs
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
@@ -73,6 +76,15 @@ def home_of(method: Callable) -> str:
     """Return the module in whose code a function is written; functools.wraps gives it the `__module__` of another."""
     function = method.func if isinstance(method, partial) else getattr(method, "__func__", method)
     return getattr(function, "__globals__", {}).get("__name__", type(function).__module__)
+
+
+def autocast_around(module) -> AbstractContextManager:
+    """Return the autocast in which accelerate runs the `forward` of a module, for callers of its parts."""
+    context = nullcontext()
+    for method in unwrapped(vars(module).get("forward")):
+        if home_of(method) == AUTOCAST:  # copied, since one that is entered twice stays on
+            context = copy.copy(getclosurevars(method).nonlocals["autocast_instance"])
+    return context
 
 
 def is_changed(module: nn.Module) -> bool:

@@ -377,6 +377,24 @@ def test_a_model_whose_forward_is_wrapped_exits(wrap):
     assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize("way", [{"exit_criterion": "kl", "exit_threshold": 0.0}, {"draft_loops": 1}])
+@pytest.mark.parametrize("together", [False, True])
+def test_rows_run_in_the_precision_of_a_wrapper(way, together):
+    """As the model's forward does in plain decoding. No token exits at this threshold."""
+    model, ids = tiny_model(loop_loss="per_loop", num_loops=2, eos_token_id=None), random_ids(1, 3)
+    in_mixed_precision(model)
+    expected = model.generate(ids, max_new_tokens=4)
+    seen = set()
+    model.model.core[0].mlp.down_proj.register_forward_hook(lambda module, inputs, output: seen.add(output.dtype))
+    if together:
+        (result,) = model.generate_batch(ids.tolist(), max_new_tokens=4, **way).values()
+        found = torch.tensor([ids[0].tolist() + result.generated_tokens])
+    else:
+        found = model.generate(ids, max_new_tokens=4, **way)
+    assert torch.equal(found, expected) and seen == {torch.bfloat16}
+    assert not torch.is_autocast_enabled("cpu")
+
+
 def changes_logits(forward):
     @functools.wraps(forward)
     def changed(*arguments, **named):
