@@ -28,7 +28,7 @@ from .compatibility import CACHE, one_cache
 from .continuous import decode_continuously
 from .cpu import decoding
 from .depth import check_depths
-from .depth_options import DEPTH_FIELDS, EXIT_FIELDS, DepthOptions, listed, refuse_sharing, set_fields
+from .depth_options import DEPTH_FIELDS, EXIT_FIELDS, DepthOptions, as_python, listed, refuse_sharing, set_fields
 from .exit_criteria import ExitCriterion, ExitSelection
 from .foreign_names import GENERATION_FIELDS, refuse_foreign
 from .graph_decoding import decode_in_step, goes_in_step
@@ -362,6 +362,8 @@ class LoopedGenerationMixin(Generative):
         given = {name: kwargs.pop(name) for name in DEPTH_FIELDS if name in kwargs}
         asked = {name: value for name, value in given.items() if value is not None}
         asked = asked or beside_defaults(generation_config)
+        if continuous_batching_config is not None and as_python(asked.get("num_loops")) == self.config.num_loops:
+            del asked["num_loops"]  # continuous batching runs at this depth
         saved = {name: value for name, value in beside_defaults(self.generation_config).items() if name not in given}
         if saved.get("num_loops") == self.config.num_loops:
             del saved["num_loops"]
@@ -389,7 +391,10 @@ class LoopedGenerationMixin(Generative):
     def init_continuous_batching(self, generation_config=None, *args, **kwargs):
         check_softcap(self.config.attention_softcap, "paged|eager")
         if generation_config not in (None, self.generation_config):
-            if fields := beside_defaults(generation_config):
+            fields = beside_defaults(generation_config)
+            if as_python(fields.get("num_loops")) == self.config.num_loops:
+                del fields["num_loops"]
+            if fields:
                 raise ValueError(
                     "continuous batching of transformers runs every sequence at "
                     f"config.num_loops={self.config.num_loops} and does not take {listed(fields)}: use "

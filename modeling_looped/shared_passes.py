@@ -29,7 +29,7 @@ from transformers.utils import logging
 from .continuous import ContinuousDecoder, tick
 from .cpu import decoding, multiplying_as_in
 from .depth import check_count
-from .depth_options import DepthOptions, as_python
+from .depth_options import DepthOptions, as_python, listed, set_fields
 from .foreign_names import GENERATION_FIELDS
 from .row_engine import PassesOfOthers, decodes_in_pages
 from .row_pages import Pages
@@ -263,7 +263,11 @@ def generate_together(model, inputs, generation_config, fields: dict, max_rows: 
 
     kwargs.pop("warmup", None)  # records graphs of transformers' batching
     if others := [name for name in ONLY_IN_TRANSFORMERS if kwargs.pop(name, None) not in (None, False)]:
-        raise ValueError(f"{', '.join(others)}: leave out, since rows of different depth are batched otherwise")
+        asked = listed({**set_fields(generation_config or model.generation_config), **fields})
+        raise ValueError(
+            f"{', '.join(others)}: leave out, since rows of different depths are batched otherwise; "
+            f"or leave out {asked}"
+        )
     of_pass = signature(model.forward).parameters.keys() - GENERATION_FIELDS
     if inputs_of_pass := [name for name in kwargs if name in of_pass and kwargs[name] is not None]:
         raise ValueError(f"{', '.join(inputs_of_pass)}: leave out, since generate_batch makes each prompt's inputs")

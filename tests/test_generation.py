@@ -536,6 +536,21 @@ def test_continuous_batching_runs_a_saved_depth():
     assert config.num_loops == 3
 
 
+@pytest.mark.parametrize("in_call", [False, True])
+def test_continuous_batching_takes_the_depth_at_which_it_runs(in_call):
+    model, asked = model_of("plain").float(), {"max_new_tokens": 3, "do_sample": False, "eos_token_id": -1}
+
+    def run(num_loops):
+        fields = {"num_loops": num_loops, **asked}
+        fields = fields if in_call else {"generation_config": GenerationConfig(**fields, pad_token_id=0)}
+        (result,) = model.generate_batch([[3, 4]], continuous_batching_config=small_paged_cache(), **fields).values()
+        return result.generated_tokens
+
+    assert run(3) == greedy(model, torch.tensor([[3, 4]]))[0, 2:5].tolist()
+    with pytest.raises(ValueError, match="continuous_batching_config: leave out, .*; or leave out num_loops=2"):
+        run(2)
+
+
 def test_a_mask_may_be_of_what_the_cache_holds_too():
     model, ids = model_of("plain"), random_ids(2, 7)
     mask, cache = torch.ones_like(ids), LoopedCache(model.config)

@@ -484,7 +484,7 @@ def test_bad_batches_of_prompts():
     model = build("plain")
     with pytest.raises(ValueError, match="num_loops has 2 values for 1 prompts: pass one value, or one per prompt"):
         model.generate_batch([[3, 4]], num_loops=[2, 3])
-    with pytest.raises(ValueError, match="progress_bar: leave out"):
+    with pytest.raises(ValueError, match="progress_bar: leave out, .*; or leave out num_loops=2"):
         model.generate_batch([[3, 4]], num_loops=2, progress_bar=True)
     with pytest.raises(ValueError, match="num_return_sequences=2: batches give one answer to each prompt"):
         model.generate_batch([[3, 4]], num_loops=2, do_sample=True, num_return_sequences=2)
