@@ -44,6 +44,7 @@ ONLY_IN_TRANSFORMERS = ("continuous_batching_config", "record_timestamps", "prog
 # tokens of prompts in one pass: enough to keep the processor busy, few enough that rows in the same pass wait little
 PROMPT_TOKENS, PROMPT_TOKENS_ON_CPU = 512, 128
 FEW_TOKENS = 32  # up to this many prompt tokens take little longer than one token of every row
+CHECK_SECONDS = 1  # between two calls of the `check` of a call that waits for room
 _current: ContextVar["SharedPasses | None"] = ContextVar("shared_passes", default=None)
 _check: ContextVar[Callable[[], None] | None] = ContextVar("check", default=None)
 
@@ -80,7 +81,8 @@ class SharedPasses:
             self._context.run(self._decoding.__exit__, None, None, None)
 
     def generate(self, *args, check: Callable[[], None] | None = None, **kwargs):
-        """Run `model.generate`. check: called before the prompt and between its loops; an exception ends this call."""
+        """Run `model.generate`. check: called while the call waits for room, before the prompt and between
+        its loops; an exception ends this call."""
         outer, outer_check = _current.set(self), _check.set(check)
         try:
             # calls inside and outside of inference mode could not write the same tensors
@@ -189,7 +191,7 @@ class SharedPasses:
             raise ValueError(
                 f"{rows} sequences in one call are more than max_rows={self.max_rows}: pass fewer at a time"
             )
-        if self.max_tokens is not None and tokens > self.max_tokens:
+        if self.max_tokens is not None and not tokens <= self.max_tokens:  # NaN is refused
             raise ValueError(
                 f"a request of {tokens} tokens, prompt and new ones, is more than max_tokens={self.max_tokens}: pass "
                 "a shorter prompt or a smaller max_new_tokens"
@@ -203,7 +205,10 @@ class SharedPasses:
         with self._room:
             self._waiting.append(ticket)
             try:
-                self._room.wait_for(lambda: self._waiting[0] is ticket and self._fits(rows, tokens))
+                while not self._room.wait_for(
+                    lambda: self._waiting[0] is ticket and self._fits(rows, tokens), CHECK_SECONDS
+                ):
+                    check_call()
                 self._rows, self._tokens = self._rows + rows, self._tokens + tokens
             finally:
                 self._waiting.remove(ticket)

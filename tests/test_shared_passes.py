@@ -623,6 +623,35 @@ def test_requests_wait_for_room():
         SharedPasses(model, max_rows=0)
 
 
+def test_a_client_that_leaves_while_it_waits_for_room(monkeypatch):
+    """It gives its place to the one behind it."""
+    monkeypatch.setattr(shared_passes, "CHECK_SECONDS", 0.01)
+    model, ids, has_left = build("plain"), random_ids(2, 3), threading.Event()
+
+    def check():
+        if has_left.is_set():
+            raise ConnectionError("the client is gone")
+
+    both = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 2, **GREEDY}
+    one = {**both, "input_ids": ids[:1], "attention_mask": torch.ones_like(ids[:1])}
+    alone = model.generate(**one)
+    with SharedPasses(model, max_rows=2) as passes, ThreadPoolExecutor() as pool, passes.room(1, 5):
+        results = []
+        for request in ({**both, "check": check}, one):
+            results.append(pool.submit(outcome, passes, request))
+            wait_until(lambda: len(passes._waiting) == len(results))
+        has_left.set()
+        assert isinstance(results[0].result(timeout=30), ConnectionError)
+        assert_same([results[1].result(timeout=30)], [alone])
+
+
+def test_a_length_that_is_no_number_is_refused():
+    model, ids = build("plain"), random_ids(1, 3)
+    asked = {"attention_mask": torch.ones_like(ids), "max_new_tokens": float("nan")}
+    with SharedPasses(model, max_tokens=64) as passes, pytest.raises(ValueError, match="a request of nan tokens"):
+        passes.generate(ids, **asked, check=lambda: pytest.fail("it waits for room"))
+
+
 @pytest.mark.parametrize("way", [WAYS[5], WAYS[6], WAYS[7]], ids=["drafts", "beams", "after"])
 def test_what_decodes_in_other_ways_waits_for_room_too(way):
     model, ids, rows, embed = build("plain"), random_ids(1, 3), [], LoopedModel.embed

@@ -55,7 +55,7 @@ class UntilCancelled(BaseStreamer):
 
 def check_client(streamer):
     """Let the streamer raise an error if the client has disconnected."""
-    cancelled = getattr(streamer, "_cancelled", None)  # a field of transformers; beams have no streamer
+    cancelled = getattr(streamer, "_cancelled", None)  # a field of transformers
     if cancelled is not None and cancelled.is_set():
         streamer.put(None)
 
@@ -119,7 +119,8 @@ class ModelOfRequest:
             self.note_likelihoods(kwargs["tokenizer"], prompt[0].tolist(), length)
             return prompt
         try:
-            result = self.passes.generate(streamer=streamer, check=partial(check_client, streamer), **settings)
+            check = partial(check_client, streamer or self.until_cancelled)
+            result = self.passes.generate(streamer=streamer, check=check, **settings)
         except (ValueError, TypeError, RuntimeError) as error:
             if streamer is None or streamer is self.until_cancelled:
                 raise
