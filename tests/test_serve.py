@@ -726,6 +726,22 @@ def test_requests_of_any_other_form(served):
         assert response.status == 411 and "send a Content-Length" in json.load(response)["error"]["message"]
 
 
+def test_a_body_without_an_end(served, monkeypatch):
+    """The chunks of a body may be longer than its Content-Length says, and a client may never stop to send them."""
+    monkeypatch.setattr("looped_eval.serve.http.MOST_DISCARDED", 2**18)
+    with closing(HTTPConnection("127.0.0.1", served[4], timeout=30)) as connection:
+        connection.putrequest("POST", "/v1/completions")
+        for name, value in {"Content-Type": "application/json", "Content-Length": "5"}.items():
+            connection.putheader(name, value)
+        connection.putheader("Transfer-Encoding", "chunked")
+        connection.endheaders()
+        for _ in range(16):
+            connection.send(b"4000\r\n" + b" " * 2**14 + b"\r\n")
+        response = connection.getresponse()
+        assert response.status == 411 and "no Transfer-Encoding" in json.load(response)["error"]["message"]
+        assert response.headers["Connection"] == "close"
+
+
 def test_a_request_that_fails_says_why(served, monkeypatch):
     def fails(*args, **kwargs):
         raise RuntimeError("no room left")

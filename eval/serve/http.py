@@ -15,6 +15,7 @@ from starlette.datastructures import Headers
 
 REQUEST_ID = "x-request-id"
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1", "[::1]")
+MOST_DISCARDED = 2**26  # bytes that are read of a refused body
 STOPPING = "the server is stopping and has cut this answer off: ask again"
 
 
@@ -47,20 +48,26 @@ async def with_whole_errors(parts: AsyncGenerator[str, None]) -> AsyncIterator[s
 class LimitedSize:
     """Refuses a body that is too large before it is stored and tokenized, which would make other requests wait.
 
-    The body is read and discarded: a client that is still sending would see a closed connection, not the answer.
+    The body is read and discarded, up to a limit: a client that is still sending would see a closed connection, not
+    the answer. A body with a Transfer-Encoding may be longer than its Content-Length says.
     """
 
     def __init__(self, app, most_bytes: int):
         self.app, self.most_bytes = app, most_bytes
 
     async def __call__(self, scope, receive, send):
-        length = dict(scope.get("headers", ())).get(b"content-length", b"").decode()
-        if scope.get("method") == "POST" and (not length.isdecimal() or int(length) > self.most_bytes):
+        headers = dict(scope.get("headers", ()))
+        length = headers.get(b"content-length", b"").decode()
+        is_unsaid = b"transfer-encoding" in headers or not length.isdecimal()
+        if scope.get("method") == "POST" and (is_unsaid or int(length) > self.most_bytes):
             refusal = error_response(413, f"a request of {length} bytes: this server takes up to {self.most_bytes}")
-            if not length.isdecimal():
-                refusal = error_response(411, "how long the request is must be said: send a Content-Length")
-            while (await receive()).get("more_body"):
-                pass
+            if is_unsaid:
+                wanted = "send a Content-Length, and no Transfer-Encoding"
+                refusal = error_response(411, f"how long the request is must be said: {wanted}")
+            refusal.headers["Connection"] = "close"  # the rest of the body is not read
+            left = MOST_DISCARDED
+            while left > 0 and (message := await receive()).get("more_body"):
+                left -= len(message["body"])
             return await refusal(scope, receive, send)
         return await self.app(scope, receive, send)
 
