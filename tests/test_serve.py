@@ -147,6 +147,7 @@ BAD_TO_READ = [  # refused before it matters whether an answer is streamed
     ({"generation_config": "nojson"}, "generation_config='nojson' must be a text that holds JSON"),
     ({"suffix": 5}, "suffix=5 is not served"),
     ({"temperature": 1e-320}, "temperature=1e-320 is next to 0: pass 0"),
+    ({"temperature": -3}, "temperature=-3 is below 0: pass 0"),
     ({"n": 0}, "n=0 must be from 1 to 128"),
     ({"n": 1.5}, "n=1.5 must be a whole number"),
     ({"n": 65, "prompt": ["a", "b"]}, "130 answers are more than 128"),
@@ -175,6 +176,15 @@ BAD_TO_READ = [  # refused before it matters whether an answer is streamed
     ({"generation_config": '{"eos_token_id": 2.5}'}, "eos_token_id=2.5: .* the tokens from 0 to 29"),
     ({"generation_config": '{"forced_eos_token_id": 30}'}, "forced_eos_token_id=30: .* the tokens from 0 to 29"),
     ({"generation_config": '{"bad_words_ids": [[3], [4, -1]]}'}, "bad_words_ids=.* the tokens from 0 to 29"),
+    ({"generation_config": '{"max_length": NaN}', "max_tokens": None}, "max_length=nan must have no NaN"),
+    ({"generation_config": '{"max_new_tokens": NaN}', "max_tokens": None}, "max_new_tokens=nan must have no NaN"),
+    ({"generation_config": '{"sequence_bias": [[[3], 1e999]]}'}, "sequence_bias=.* and nothing infinite"),
+    ({"generation_config": '{"num_beams": -1}'}, "num_beams=-1, which must be a whole number from 1 to"),
+    ({"generation_config": '{"num_beams": 2.5}'}, "num_beams=2.5, which must be a whole number from 1 to"),
+    ({"generation_config": '{"prefill_chunk_size": 0}'}, "prefill_chunk_size=0, which must be a whole number from 1"),
+    ({"generation_config": '{"prefill_chunk_size": [1]}'}, "prefill_chunk_size=.1., which must be a whole number"),
+    ({"generation_config": '{"encoder_no_repeat_ngram_size": 81}'}, "ngram_size=81, which must be .* from 0 to 80"),
+    ({"generation_config": '{"max_cache_len": 81}'}, "max_cache_len=81, which must be a whole number from 1 to 80"),
     ({"generation_config": '{"zzqq": 1}'}, "generation_config has zzqq, which nothing reads"),
     ({"generation_config": '{"max_new_tokens": 2}'}, "max_tokens and generation_config both say how long"),
     ({"top_k": 5}, "top_k: put it in generation_config, a text that holds JSON"),
@@ -561,6 +571,14 @@ def test_beams_are_told_at_their_end(served):
         complete(served[2], "a b", 3, beams, stream=True)
 
 
+def test_too_many_beams_are_refused_before_the_prompt_is_repeated(served, monkeypatch):
+    monkeypatch.setattr(served[3], "generate", lambda *args, **kwargs: pytest.fail("it begins"))
+    for beams, reason in ((5, "5 sequences in one call are more than max_rows=4"), (4, "a request of 316 tokens")):
+        asked = {"generation_config": json.dumps({"num_beams": beams})}
+        with pytest.raises(openai.BadRequestError, match=reason):
+            complete(served[2], "a b", 77, asked)
+
+
 def test_the_length_of_a_generation_config(served):
     """Without one it is that of any request: here as much as there is room for."""
     _, _, client, _, _ = served
@@ -573,8 +591,9 @@ def test_the_length_of_a_generation_config(served):
     assert usage('{"eos_token_id": null, "max_new_tokens": 9}').completion_tokens == 9
     with pytest.raises(openai.BadRequestError, match="max_length=2 .* no room behind a prompt of 2 tokens"):
         usage('{"max_length": 2}')
-    with pytest.raises(openai.BadRequestError, match="generation_config asks for what fails here"):
-        usage('{"exponential_decay_length_penalty": [1], "max_new_tokens": 1}')
+    for wrong in ([1], {}):
+        with pytest.raises(openai.BadRequestError, match="generation_config asks for what fails here"):
+            usage(json.dumps({"exponential_decay_length_penalty": wrong, "max_new_tokens": 1}))
 
 
 def test_a_nucleus_samples(served):
@@ -716,6 +735,8 @@ def test_requests_of_any_other_form(served):
     assert code == told["code"] == 400 and "JSON" in told["message"]
     code, told = post(b"[]")
     assert code == 400 and "dictionary" in told["message"]
+    code, told = post(b'{"prompt": "a", "temperature": NaN, "stream": true}')
+    assert code == 400 and told["message"].startswith("temperature=nan must have no NaN and nothing infinite")
     code, told = post(b'{"prompt": "a"}', "application/x-www-form-urlencoded")  # as curl sends it by itself
     assert code == 400 and told["message"].endswith("urlencoded: send the header Content-Type: application/json")
     code, told = post(json.dumps({"prompt": "a " * 2**21}).encode())

@@ -72,7 +72,7 @@ class TakesDepth:
 
     async def handle_request(self, body: dict, request_id: str):
         try:
-            check_body(body, self.model_manager.model.config.vocab_size)  # pyrefly: ignore[missing-attribute]
+            check_body(body, self.model_manager.model.config)  # pyrefly: ignore[missing-attribute]
             bodies = one_by_one(body)
             check_several(body, len(bodies))
         except ValueError as error:

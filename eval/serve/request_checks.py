@@ -6,7 +6,7 @@ from inspect import signature
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase, SequenceBiasLogitsProcessor
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase, SequenceBiasLogitsProcessor
 
 from modeling_looped.depth_options import DEPTH_FIELDS
 from modeling_looped.foreign_names import GENERATION_FIELDS, refuse_foreign
@@ -47,6 +47,23 @@ ASK_FOR_NOTHING = {
 }
 # fields of a generation config that hold numbers of tokens; transformers checks those of sequence_bias
 FIELDS_OF_TOKENS = {name for name in GENERATION_FIELDS if name.endswith(("_token_id", "words_ids", "suppress_tokens"))}
+# fields of a generation config that count, and their least value; transformers takes memory for some of them at once
+COUNTS = {
+    "max_length": 1,
+    "max_new_tokens": 1,
+    "min_length": 0,
+    "min_new_tokens": 0,
+    "max_cache_len": 1,
+    "num_beams": 1,
+    "num_return_sequences": 1,
+    "top_k": 0,
+    "no_repeat_ngram_size": 0,
+    "encoder_no_repeat_ngram_size": 0,
+    "prefill_chunk_size": 1,
+    "prompt_lookup_num_tokens": 1,
+    "max_matching_ngram_size": 1,
+}
+WITHIN_POSITIONS, MOST_COUNT = ("max_cache_len", "encoder_no_repeat_ngram_size"), 2**31 - 1
 MOST_ANSWERS = 128  # per request
 MOST_LIKELIEST = 20  # tokens beside each log-probability
 MOST_STOPS, LONGEST_STOP = 32, 256  # stop texts, and characters of one: all are searched after every token
@@ -55,8 +72,9 @@ LEAST_TEMPERATURE = 1e-6  # logits divided by less would overflow
 OF_TEMPLATES = {*signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - {"documents", "kwargs"}
 
 
-def check_body(body: dict, vocab_size: int):
+def check_body(body: dict, model_config: PreTrainedConfig):
     check_characters(body)
+    check_finite(body)
     for name, harmless in ASK_FOR_NOTHING.items():
         value = body.get(name)
         if value is not None and not any(value == each and type(value) is type(each) for each in harmless):
@@ -65,8 +83,9 @@ def check_body(body: dict, vocab_size: int):
         value = body.get(name)
         if value is not None and type(value) not in types:
             raise ValueError(f"{name}={value!r} must be {form}")
-    if (temperature := body.get("temperature")) is not None and 0 < temperature < LEAST_TEMPERATURE:
-        raise ValueError(f"temperature={temperature} is next to 0: pass 0, which takes the likeliest token")
+    if (temperature := body.get("temperature")) is not None and temperature < LEAST_TEMPERATURE and temperature != 0:
+        where = "below" if temperature < 0 else "next to"
+        raise ValueError(f"temperature={temperature} is {where} 0: pass 0, which takes the likeliest token")
     if (top_p := body.get("top_p")) is not None and not 0 <= top_p <= 1:
         raise ValueError(f"top_p={top_p} is no probability: pass one from 0 to 1")
     if "prompt" in body and not (is_prompt(prompt := body["prompt"]) or is_list_of_prompts(prompt)):
@@ -89,7 +108,7 @@ def check_body(body: dict, vocab_size: int):
         raise ValueError("max_tokens=0 asks for nothing: with echo=true it tells the prompt")
     if (config := body.get("generation_config")) is not None:
         try:
-            check_config(config, body, vocab_size)
+            check_config(config, body, model_config)
         except RecursionError:
             raise ValueError("generation_config holds lists within lists, too many to read: pass fewer") from None
     if tools is not None and not are_tools(tools):
@@ -145,7 +164,16 @@ def check_characters(body: dict):
         raise ValueError(f"the request holds {half!r}, which is half of a character: send whole ones") from None
 
 
-def check_config(text: str, body: dict, vocab_size: int):
+def check_finite(fields: dict):
+    """Refuse NaN and infinity, which Python reads in JSON: NaN is larger than no limit."""
+    for name, value in fields.items():
+        try:
+            json.dumps(value, allow_nan=False)
+        except ValueError:
+            raise ValueError(f"{name}={value!r} must have no NaN and nothing infinite: pass finite numbers") from None
+
+
+def check_config(text: str, body: dict, model_config: PreTrainedConfig):
     try:
         config = json.loads(text)
     except ValueError as error:
@@ -155,6 +183,9 @@ def check_config(text: str, body: dict, vocab_size: int):
     if unread := sorted(config.keys() - GENERATION_FIELDS - DEPTH_FIELDS.keys()):
         refuse_foreign(unread, GENERATION_FIELDS | DEPTH_FIELDS.keys(), "generation_config")
         raise ValueError(f"generation_config has {', '.join(unread)}, which nothing reads: leave it out")
+    check_finite(config)
+    check_counts(config, model_config.max_position_embeddings)
+    vocab_size = model_config.vocab_size
     for name in sorted(config.keys() & FIELDS_OF_TOKENS):
         least = -1 if name == "eos_token_id" else 0  # -1: no token ends the answer
         if not all(type(token) is int and least <= token < vocab_size for token in numbers_in(config[name])):
@@ -164,6 +195,15 @@ def check_config(text: str, body: dict, vocab_size: int):
     lengths = [name for name in SAY_LENGTH if body.get(name) is not None]
     if lengths and config.keys() & LENGTHS_OF_CONFIG:
         raise ValueError(f"{lengths[0]} and generation_config both say how long the answer is: leave one out")
+
+
+def check_counts(config: dict, positions: int):
+    for name, least in COUNTS.items():
+        value, most = config.get(name), positions if name in WITHIN_POSITIONS else MOST_COUNT
+        if value is not None and not (type(value) is int and least <= value <= most):
+            raise ValueError(
+                f"generation_config has {name}={value!r}, which must be a whole number from {least} to {most}"
+            )
 
 
 def numbers_in(value: Any) -> Iterator:

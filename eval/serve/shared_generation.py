@@ -179,7 +179,7 @@ class SharedGenerateManager(GenerateManager):
             raise
         except (ValueError, TypeError) as error:
             raise bad_request(error) from error
-        except (IndexError, AttributeError, ImportError) as error:
+        except (LookupError, AttributeError, ImportError) as error:
             if not current_request.get().has_config:
                 raise
             raise bad_request(ValueError(f"generation_config asks for what fails here: {error}")) from error
@@ -228,6 +228,7 @@ class SharedGenerateManager(GenerateManager):
                     f"a prompt of {length} tokens and max_tokens={new_tokens} are more than the "
                     f"max_position_embeddings={model.config.max_position_embeddings} of this model: shorten one"
                 )
+            rows *= prepared.num_beams or 1
             self.passes.check_size(rows, rows * (length + new_tokens))
         except (ValueError, TypeError) as error:
             raise bad_request(error) from error
