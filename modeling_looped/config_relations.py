@@ -1,5 +1,7 @@
 """Checks that fields of a config fit together; @strict checks types and single values. Errors quote the values."""
 
+from math import isfinite
+
 from transformers.activations import ACT2FN
 
 from .compatibility import look_up
@@ -59,7 +61,8 @@ def check_largest(config):
     largest = dict.fromkeys(("num_prelude_layers", "num_core_layers", "num_coda_layers"), MOST_LAYERS)
     largest |= dict.fromkeys(
         ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "head_dim", "core_hidden_size",
-         "core_intermediate_size", "kv_latent_size", "loop_lora_rank", "num_loop_parameters"), LARGEST_SIZE
+         "core_intermediate_size", "kv_latent_size", "loop_lora_rank", "num_loop_parameters",
+         "max_position_embeddings", "num_readout_alphas", "core_num_attention_heads"), LARGEST_SIZE
     )  # fmt: skip
     for name, most in largest.items():
         if (getattr(config, name) or 0) > most:
@@ -121,6 +124,10 @@ def check_rope_type(config):
             f"{', '.join(missing or LAYER_TYPES.values())}"
         )
     for one in [parameters[kind] for kind in kinds] or [parameters]:
+        for name, value in one.items():
+            numbers = value if isinstance(value, (list, tuple)) else [value]
+            if not all(isfinite(each) for each in numbers if isinstance(each, float)):
+                raise ValueError(f"rope_parameters has {name}={value}, which must be finite")
         rope_type = one.get("rope_type", "default")
         known = look_up("transformers.modeling_rope_utils", "ROPE_INIT_FUNCTIONS", [rope_type])
         if rope_type != "default" and rope_type not in known:

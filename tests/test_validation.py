@@ -55,6 +55,36 @@ REFUSED = {
     "unknown activation": ({"hidden_act": "swoosh"}, ["hidden_act", "swoosh", "silu"]),
     "pad token outside": ({"pad_token_id": 99}, ["pad_token_id", "99", "vocab_size"]),
     "unknown rope": ({"rope_parameters": {"rope_type": "spiral"}}, ["rope_type", "spiral", "yarn"]),
+    "rope base not a number": ({"rope_theta": float("nan")}, ["rope_theta=nan", "finite"]),
+    "endless rope factor of a layer type": (
+        {
+            "rope_parameters": {**NESTED_ROPE, "full_attention": {**ROPE, "factor": float("inf")}},
+            "window_pattern": "SL",
+        },
+        ["factor=inf", "finite"],
+    ),
+    "rope factors not numbers": (
+        {
+            "rope_parameters": {
+                **ROPE,
+                "rope_type": "longrope",
+                "factor": 2.0,
+                "original_max_position_embeddings": 64,
+                "short_factor": [1.0, 1.0],
+                "long_factor": [1.0, float("nan")],
+            },
+        },
+        ["long_factor=[1.0, nan]", "finite"],
+    ),
+    "positions without an end": (
+        {"max_position_embeddings": 10**15},
+        ["max_position_embeddings", "at most 1000000000"],
+    ),
+    "readout alphas without an end": ({"num_readout_alphas": 10**12}, ["num_readout_alphas", "at most 1000000000"]),
+    "core heads without an end": (
+        {"core_num_attention_heads": 10**12},
+        ["core_num_attention_heads", "at most 1000000000"],
+    ),
     "rope of one layer type alone": (
         {"rope_parameters": {"full_attention": dict(ROPE)}, "window_pattern": "SL"},
         ["rope_parameters", "full_attention", "flat", "each of sliding_attention"],
