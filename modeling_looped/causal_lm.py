@@ -282,9 +282,9 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin, LoopedLoss
         kept = [state[:, keep] for state in outputs.loop_readout_states]
         return self.logits(self._exit_weighted(kept, exit_probabilities[:, :, keep], depths))
 
-    def save_pretrained(self, *args, **kwargs):
+    def save_pretrained(self, *args, **kwargs) -> None:
         self._prepare_generation_config_for_saving()
-        return super().save_pretrained(*args, **kwargs)
+        super().save_pretrained(*args, **kwargs)
 
     parameter_groups = parameter_groups
 

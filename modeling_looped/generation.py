@@ -46,10 +46,14 @@ logger = logging.get_logger(__name__)
 
 AS_SAVED: Any = ...  # default: the call leaves the argument out. None undoes a saved value
 
-if TYPE_CHECKING:  # the class that uses the mixin, as transformers types it
+if TYPE_CHECKING:  # what the class that uses the mixin has; the protocol is last, as what it alone has is abstract
     from transformers._typing import GenerativePreTrainedModel
 
-    class Generative(GenerativePreTrainedModel, GenerationMixin, nn.Module): ...
+    class Generative(nn.Module, GenerationMixin, GenerativePreTrainedModel):
+        hf_quantizer: Any
+        encoder: Any
+        hf_device_map: dict[str, Any]
+        trained_depth: int
 else:
     Generative = GenerationMixin
 

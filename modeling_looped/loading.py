@@ -3,11 +3,13 @@
 import re
 from collections.abc import Callable, Collection
 from contextvars import ContextVar
+from os import PathLike
 from pickle import UnpicklingError
 from typing import Any
 
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
+from typing_extensions import Self
 
 from .compatibility import look_up
 from .depth_options import DEPTH_FIELDS
@@ -138,7 +140,9 @@ class StrictLoadingMixin:
     base_model_prefix: str  # set by the class that this is mixed into
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path, *model_args, strict: bool = True, **kwargs):
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: str | PathLike | None, *model_args, strict: bool = True, **kwargs
+    ) -> Self:
         """Load like `PreTrainedModel.from_pretrained`, but raise an error if a tensor of the trunk is missing from the
         checkpoint or unknown to the model. Heads may differ: a causal LM's checkpoint opens as a classifier.
         `strict=False` (or `ignore_mismatched_sizes=True`) restores transformers' behaviour: a report, fresh weights.
@@ -198,7 +202,7 @@ class StrictLoadingMixin:
             refuse_class_of_others(pretrained_model_name_or_path, cls, model.config.architectures)
             cls.refuse_misfits(pretrained_model_name_or_path, model, info)
         refuse_unset_parameters(model, {*info["missing_keys"], *FILLED.get()})
-        return (model, info) if wants_info else model
+        return (model, info) if wants_info else model  # pyrefly: ignore[bad-return]  typed as in transformers
 
     @classmethod
     def _finalize_model_loading(cls, model, *args, **kwargs):
@@ -216,7 +220,7 @@ class StrictLoadingMixin:
         return of_transformers._finalize_model_loading(model, *args, **kwargs)
 
     @classmethod
-    def from_dense(cls, pretrained_model_name_or_path, **options):
+    def from_dense(cls, pretrained_model_name_or_path: str | PathLike | PreTrainedModel, **options) -> Self:
         """Make a looped model from a dense one (Llama, Mistral, Qwen and others), see formats/dense.py."""
         if "dense" not in OPENERS:
             raise NotImplementedError("from_dense needs the installed package: pip install modeling-looped")

@@ -56,7 +56,7 @@ class LoopedPreTrainedModel(StrictLoadingMixin, PreTrainedModel):
             )
         super().set_use_kernels(use_kernels, *args, **kwargs)
 
-    def save_pretrained(self, *args, **kwargs):
+    def save_pretrained(self, *args, **kwargs) -> None:
         warn_of_changes(self.config, self.built_with)
         before, self.config.trained_num_loops = self.config.trained_num_loops, self.trained_depth
         try:
