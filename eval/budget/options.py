@@ -26,11 +26,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--stream-tokens", type=int, help="of each stream; by default all")
     parser.add_argument("--stream-group", type=int, default=1, help="windows are scored in whole groups of so many")
     parser.add_argument("--tasks", type=names, default=[], help="lm-eval's, with commas")
-    parser.add_argument("--include-path", help="folder with more tasks than lm-eval's and those of eval/tasks")
+    parser.add_argument("--include-path", help="folder with more tasks than lm-eval's and those of this project")
     parser.add_argument("--num-fewshot", type=int)
     limit = "take the first texts of --text and the first documents of each task: 100 so many, 0.1 a tenth"
     parser.add_argument("--limit", type=float, help=limit)
-    parser.add_argument("--core", metavar="BUNDLE", help="unpacked eval_bundle, see eval/core/")
+    parser.add_argument("--core", metavar="BUNDLE", help="unpacked eval_bundle, see `looped core --help`")
     parser.add_argument("--core-examples", type=int, help="of each task of CORE, e.g. 500; by default all")
     parser.add_argument("--core-max-length", type=int, help="longer prompts of CORE are cut; by default the model's")
     parser.add_argument("--six", action="store_true", help="with --core: the six accuracies of FLT's table 1 too")

@@ -16,7 +16,7 @@
     state_seed=0               draws the first state of models that start from noise; default: zeros
     dtype=bfloat16             and all that lm-eval's model `hf` takes
 --num-loops 1..8               depths
---tasks a,b                    lm-eval's (`looped eval ls tasks`), and those of eval/tasks: looped_offline, which needs
+--tasks a,b                    lm-eval's (`looped eval ls tasks`), and the project's own: looped_offline, which needs
                                no download, looped_corpus, looped_p_hop, looped_permutation, looped_story, ...
 --batch-size 8, --device cpu, --limit 100, --num_fewshot 5, --log_samples       as lm-eval has them
 --output FOLDER                the results of each depth, as lm-eval would have written them, in loops_1, loops_2, ...;
