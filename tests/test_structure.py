@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+import modeling_looped
+
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = {"modeling_looped": "modeling_looped", "recipes": "looped_recipes", "eval": "looped_eval"}  # by folder
@@ -120,4 +122,15 @@ def test_model_files_never_import_foreign_layouts():
 def test_every_package_is_in_the_wheel():
     listed = (ROOT / "pyproject.toml").read_text().partition("packages = [")[2].partition("]")[0]
     named = set(re.findall(r'"([\w.]+)"', listed))
-    assert named == {module for module, path in FILES.items() if path.name == "__init__.py"}
+    # to setuptools a folder of recipes is a package too, unless its name cannot be imported
+    folders = [path.parent.relative_to(ROOT / "recipes").parts for path in ROOT.glob("recipes/*/**/*.yaml")]
+    of_recipes = {".".join(["looped_recipes", *parts]) for parts in folders if all(map(str.isidentifier, parts))}
+    assert named == of_recipes | {module for module, path in FILES.items() if path.name == "__init__.py"}
+
+
+def test_all_places_name_the_same_version():
+    version = modeling_looped.__version__
+    cited = re.findall(r"^version: (.*)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
+    changes = re.findall(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    wheels = re.findall(r"modeling_looped-([\d.]+)-py3", (ROOT / "docs/install.md").read_text())
+    assert (cited, changes[0], wheels) == ([version], version, [version])

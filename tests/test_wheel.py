@@ -1,8 +1,9 @@
-"""The wheel: what lies in it, and that its console script runs where nothing else of this project is."""
+"""The wheel and the source distribution: what lies in them, and that the wheel's script runs from anywhere."""
 
 import os
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -14,19 +15,37 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory) -> Path:
-    """Built from a copy of what git has, or would have, so that no build folder is left here."""
-    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+def source(tmp_path_factory) -> Path:
+    """A copy of what git has, or would have, so that no build folder is left here."""
+    source = tmp_path_factory.mktemp("source")
     listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
     names = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
     for name in names:
         if name and (ROOT / name).is_file():
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             (source / name).write_bytes((ROOT / name).read_bytes())
-    build = "from setuptools.build_meta import build_wheel; import sys; print(build_wheel(sys.argv[1]))"
+    return source
+
+
+def built(kind: str, source: Path, out: Path) -> Path:
+    build = f"from setuptools.build_meta import build_{kind}; import sys; print(build_{kind}(sys.argv[1]))"
     done = subprocess.run([sys.executable, "-c", build, str(out)], cwd=source, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    return next(out.glob("*.whl"))
+    assert "is absent from the `packages`" not in done.stderr
+    return next(out.iterdir())
+
+
+@pytest.fixture(scope="module")
+def wheel(source, tmp_path_factory) -> Path:
+    return built("wheel", source, tmp_path_factory.mktemp("wheel"))
+
+
+def test_the_source_distribution_is_what_git_has(source, tmp_path):
+    files = [path.relative_to(source) for path in source.rglob("*") if path.is_file()]
+    expected = {name.as_posix() for name in files if not name.parts[0].startswith((".", "build", "modeling_looped."))}
+    with tarfile.open(built("sdist", source, tmp_path)) as archive:
+        inside = {member.name.partition("/")[2] for member in archive.getmembers()}
+    assert "tests/conftest.py" in expected and not expected - inside
 
 
 def test_everything_that_runs_is_in_it(wheel):
