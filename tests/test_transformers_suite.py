@@ -105,6 +105,7 @@ def suite(tmp_path_factory) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # the first waits for the package index, too
 @pytest.mark.parametrize("model", MODEL_SKIPS)
 def test_a_looped_model_passes_the_tests_of_transformers(model, suite, tmp_path):
     report = tmp_path / "report.json"

@@ -69,6 +69,7 @@ def job(arguments: list[str], lose=None) -> tuple[list[int], str]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # three launches
 def test_a_lost_machine_costs_the_steps_since_the_last_checkpoint(training_text, tmp_path):
     def arguments(name):
         return smoke_settings(training_text, tmp_path / name, "training.steps=12", "training.save_in_background=true")
