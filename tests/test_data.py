@@ -24,6 +24,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from pyarrow.parquet import read_schema
 from pyarrow.parquet import write_table as write_parquet
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -1166,10 +1167,11 @@ def test_columns_of_parquet_files_are_texts_in_all_or_refused(tmp_path, streamin
     for name, column in rows.items():
         write_parquet(pa.table({"text": column}), tmp_path / f"{name}.parquet")
     assert load(tmp_path, streaming=streaming) == ["e", None, "d", "f"]  # in the order of the names
-    for name, column in {"numbers": [1, 2], "a_date": [date(2020, 1, 1)], "bytes": [b"words"]}.items():
+    others = {"numbers": [1, 2], "a_date": [date(2020, 1, 1)], "bytes": [b"words"], "lists": [["a"]]}
+    for name, column in others.items():
         odd = tmp_path / f"{name}.parquet"
         write_parquet(pa.table({"text": column}), odd)
-        said = f"'text' of '{odd}' holds {pa.array(column).type}, not text as that of '{tmp_path}/"
+        said = f"'text' of '{odd}' holds {read_schema(odd).field(0).type}, not text as that of '{tmp_path}/"
         with pytest.raises(RecipeError, match=re.escape(said)):
             load(tmp_path, streaming=streaming)
         odd.unlink()
@@ -1209,6 +1211,28 @@ def test_the_line_that_is_not_utf8_is_named(tmp_path, ending):
     with pytest.raises(RecipeError, match="UnicodeDecodeError: .*line 31, byte 3 of it"):
         with readable(source := sources.training_source(DataConfig(source=str(path)))):
             list(source.load())
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_blank_lines_are_no_rows(tmp_path, streaming):
+    """Also where other columns hold values of several kinds, which `datasets` writes anew line by line."""
+    path = tmp_path / "blank.jsonl"
+    others = [{"x": 1}, "s", [1], [{"x": 1}, {"x": "s"}]]
+    lines = [json.dumps({"text": text, "meta": other}) for text, other in zip("abcd", others)]
+    path.write_bytes("\n".join(["", lines[0], " \t", *lines[1:3], "\r", lines[3], "", ""]).encode())
+    assert load(path, streaming=streaming) == ["a", "b", "c", "d"]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("other", [{}, {"text": None}], ids=str)
+def test_texts_that_only_begin_further_down_are_refused(tmp_path, monkeypatch, other, streaming):
+    """Types are those of the first block of a file."""
+    small = functools.partial(sources.load_dataset_builder, chunksize=1000)
+    monkeypatch.setattr(sources, "load_dataset_builder", small)
+    rows = [{"id": 1} | other] * 200 + [{"id": 1, "text": "a"}] * 100
+    (tmp_path / "late.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(RecipeError, match="(column 'text'|no documents).* in (its|the) first rows"):
+        load(tmp_path / "late.jsonl", streaming=streaming)
 
 
 @pytest.mark.parametrize("streaming", [False, True])

@@ -216,15 +216,16 @@ class Source:
         columns = documents.column_names or list(next(iter(documents), {column: None}))
         field, wanted = ("text_field", "text") if self.token_field is None else ("token_field", "token ids")
         advice = f"rename the one that holds the {wanted}, or, in a recipe, set data.{field} to it"
+        first = " in its first rows" if isinstance(documents, IterableDataset) else ""
         if column not in columns:
             listed = ", ".join(map(repr, columns))
-            raise RecipeError(f"{self.name!r} has no column {column!r}; it has {listed}: {advice}")
+            raise RecipeError(f"{self.name!r} has no column {column!r}; it has {listed}{first}: {advice}")
         feature = (documents.features or {}).get(column)
         if isinstance(feature, Value) and feature.dtype == "null":
-            raise RecipeError(f"{self.name!r} holds no documents: column {column!r} is empty in every row")
+            raise RecipeError(f"{self.name!r} holds no documents{first}: column {column!r} is empty; {advice}")
         if type(feature).__name__ == "Json" and field == "text_field":  # the type that `datasets` gives to mixed types
             self.refuse_mixed_types(documents)
-        if feature is not None and not (is_text_feature(feature) if field == "text_field" else is_tokens(feature)):
+        if feature is not None and not (is_text(feature) if field == "text_field" else is_tokens(feature)):
             also = "; data.token_field reads a column of token ids" if is_tokens(feature) else ""
             raise RecipeError(
                 f"column {column!r} of {self.name!r} holds {feature}, not {wanted}; it has the columns "
@@ -244,13 +245,13 @@ class Source:
             schema = read_schema(path)
             kinds[path] = schema.field(self.column).type if self.column in schema.names else None
         having = next((path for path, kind in kinds.items() if kind is not None), None)
-        of_text = next((path for path, kind in kinds.items() if "string" in str(kind)), None)
+        of_text = next((path for path, kind in kinds.items() if is_text(kind)), None)
         for path, kind in kinds.items():
             if kind is None and having:
                 raise RecipeError(
                     f"{path!r} has no column {self.column!r}, which {having!r} has: add it, or leave this file out"
                 )
-            if of_text and not self.token_field and "string" not in str(kind) and not is_null(kind):
+            if of_text and not self.token_field and not is_text(kind) and not is_null(kind):
                 raise RecipeError(
                     f"column {self.column!r} of {path!r} holds {kind}, not text as that of {of_text!r}: make it text, "
                     "or leave this file out"
@@ -269,10 +270,6 @@ class Source:
                 f"row {other[0]} (from 0) of {self.name!r} holds {shortly(other[1])} in column "
                 f"{self.column!r}, not text as {texts} other rows do: repair it or leave it out"
             )
-
-
-def is_text_feature(feature) -> bool:
-    return isinstance(feature, Value) and "string" in feature.dtype
 
 
 def is_tokens(feature) -> bool:

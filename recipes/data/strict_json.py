@@ -1,19 +1,20 @@
 """Read JSON and refuse anything but text in the column of texts, in every file and row; other columns may differ."""
 
 import hashlib
+import io
 import re
-from collections.abc import Iterable, Iterator
+from urllib.parse import quote, unquote
 
+import pyarrow as pa
 from datasets import DatasetBuilder, Value
 from datasets.packaged_modules.json.json import Json
 from datasets.utils.file_utils import xopen
-from pyarrow import DataType
-from pyarrow.types import is_large_string, is_null, is_string
+from fsspec import AbstractFileSystem, register_implementation
+from pyarrow.types import is_null
 
 
 NULL_LINE = re.compile(rb"(?:^(?:\xef\xbb\xbf)?|\n)[ \t\r]*null(?![ \t\r]*[,\]}])")
 BLOCK = 2**24  # bytes
-LONGEST = 2**10  # bytes at the end of a block that are searched together with the next block
 
 
 class StrictJson(Json):
@@ -23,15 +24,17 @@ class StrictJson(Json):
     text_column = "text"
 
     def _generate_tables(self, base_files, files_iterables, *args, **kwargs):
-        files_iterables = [without_null_lines(files) for files in files_iterables]
+        files_iterables = [map(FilesWithoutBlankLines.address, files) for files in files_iterables]
         yield from super()._generate_tables(base_files, files_iterables, *args, **kwargs)
 
     def _cast_table(self, pa_table, json_field_paths=()):
         name, known = self.text_column, (self.info.features or {}).get(self.text_column)
-        of_texts = isinstance(known, Value) and "string" in known.dtype
+        of_texts = is_text(known)
         if name not in pa_table.column_names:
             return super()._cast_table(pa_table.select([]) if of_texts else pa_table, json_field_paths)
         kind = pa_table.schema.field(name).type
+        if self.info.features and (known is None or known == Value("null") and not is_null(kind)):
+            raise ValueError(f"column {name!r} holds {kind}, but nothing in the first rows: put a row with text first")
         if any(name in (path, *path) for path in json_field_paths):
             kind = "values of several kinds"
         elif is_text(kind) or is_null(kind):
@@ -41,8 +44,11 @@ class StrictJson(Json):
         return super()._cast_table(pa_table, json_field_paths)
 
 
-def is_text(kind: DataType) -> bool:
-    return is_string(kind) or is_large_string(kind)
+def is_text(kind) -> bool:
+    """Return whether a type of pyarrow, or a feature of `datasets`, is text."""
+    kind = kind.pa_type if isinstance(kind, Value) else kind
+    kind = kind.value_type if isinstance(kind, pa.DictionaryType) else kind
+    return kind in (pa.string(), pa.large_string(), pa.string_view())
 
 
 def strict_about_text(reader: DatasetBuilder, column: str) -> str:
@@ -55,13 +61,45 @@ def strict_about_text(reader: DatasetBuilder, column: str) -> str:
     return f"-texts-{hashlib.sha256(column.encode()).hexdigest()[:16]}"
 
 
-def without_null_lines(files: Iterable[str]) -> Iterator[str]:
-    """Yield `files`, each checked before it is read: pyarrow's parser crashes where a block begins with null."""
-    for file in files:
-        with xopen(file, "rb") as stream:
-            end = b""
-            while block := stream.read(BLOCK):
-                if NULL_LINE.search(end + block):
-                    raise ValueError(f"{file} holds a line that begins with null; leave it out")
-                end = b"\n" + block[-LONGEST:].partition(b"\n")[2] if b"\n" in block[-LONGEST:] else b"\0"
-        yield file
+class WithoutBlankLines(io.RawIOBase):
+    """A file of JSON without its blank lines, which `datasets` does not take where other columns hold values of
+    several kinds. Lines that begin with null are refused: pyarrow's parser crashes where a block begins with one."""
+
+    def __init__(self, file):
+        self.file, self.lines = file, memoryview(b"")  # lines: read, but not yet used
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer) -> int:
+        while not self.lines:
+            block = self.file.read(BLOCK) + self.file.readline()
+            if not block:
+                return 0
+            if NULL_LINE.search(block):
+                raise ValueError("a line begins with null; leave it out")
+            self.lines = memoryview(b"".join(filter(bytes.strip, block.splitlines(keepends=True))))
+        size = min(len(buffer), len(self.lines))
+        buffer[:size], self.lines = self.lines[:size], self.lines[size:]
+        return size
+
+    def close(self):
+        self.file.close()
+        super().close()
+
+
+class FilesWithoutBlankLines(AbstractFileSystem):
+    """Lets `datasets` open a file as `WithoutBlankLines`."""
+
+    protocol = "without-blank-lines"
+
+    @classmethod
+    def address(cls, file: str) -> str:
+        return f"{cls.protocol}://{quote(file, safe='')}"
+
+    def open(self, path, mode="rb", **kwargs):
+        lines = io.BufferedReader(WithoutBlankLines(xopen(unquote(path), "rb")))
+        return lines if "b" in mode else io.TextIOWrapper(lines, encoding="utf-8")
+
+
+register_implementation(FilesWithoutBlankLines.protocol, FilesWithoutBlankLines)
