@@ -263,6 +263,29 @@ def test_the_sentence_on_rates_says_why_there_is_no_best_one():
     assert said == f"1/N, 2 layers: best rates cannot be compared (N = 1: {few['why']})."
 
 
+def test_the_sentence_on_rates_gives_the_shift_with_its_interval():
+    """Over N from the first to the last that has a best rate, over L where there is one N; MOVER's by hand."""
+    one, four = ({"lr": 2.0**lr, "interval": [2 ** (lr - 0.3), 2 ** (lr + 0.4)], "seeds": 2} for lr in (-8, -9))
+    none = {"lr": None, "why": "only 2 of 5 learning rates trained, and 3 are needed"}
+    best_of_n = {"1": one, "2": {"lr": 0.1}, "4": four, "8": none, "16": none}
+    curves = {n: {"optimum": found} for n, found in best_of_n.items()}
+    said = sentences.lr_transfer({"panels": [{"rule": "linear", "layers": 2, "curves": curves}]})
+    assert said == (
+        "1/N, 2 layers: the best rate moves by −1.00 octaves [−1.50, −0.50] from N = 1 to N = 4; "
+        "none at N = 8, N = 16."
+    )
+    of_layers = [
+        {"rule": "linear", "layers": at, "curves": {"4": {"optimum": each}}} for at, each in ((2, four), (8, one))
+    ]
+    said = sentences.lr_transfer({"panels": of_layers})
+    assert said == "1/N, N = 4: the best rate moves by +1.00 octaves [+0.50, +1.50] from L = 2 to L = 8."
+    said = sentences.lr_transfer({"panels": of_layers[1:]})
+    assert said.startswith("1/N, N = 4: the best rate at L = 8 is 0.00391 [0.00317, 0.00515]")
+    without = {"1": {"optimum": {"lr": 1e-3, "interval": None}}, "2": {"optimum": {"lr": 2e-3, "interval": None}}}
+    said = sentences.lr_transfer({"panels": [{"rule": "sqrt", "layers": 1, "curves": without}]})
+    assert said == "1/√N, 1 layer: the best rate moves by +1.00 octaves (no interval) from N = 1 to N = 2."
+
+
 def test_lr_transfer_leaves_out_runs_above_max_loss():
     batch = {"input_ids": random_ids(1, 16).expand(8, 16).contiguous()}
     options = {"loops": [1], "rates": [1e-5, 1e-3, 1e-2], "steps": 8}

@@ -4,6 +4,7 @@ import math
 
 from looped_eval.common.findings import best_depth
 from looped_recipes.common.axis import written
+from looped_recipes.common.optimum import in_words, shift
 from looped_recipes.common.words import counted
 
 from .figures import hundredths, layer_name, power_of_n, rule_name
@@ -196,19 +197,31 @@ def update_size(result: dict) -> str:
     return exponents(result, "What an optimizer step changes")
 
 
+def between(optima: dict[str, dict]) -> str:
+    """Say how far it is from the first of these best rates to the last, and where there is none."""
+    known = [at for at, found in optima.items() if found.get("lr") is not None]
+    if len(optima) == 1:
+        ((at, found),) = optima.items()
+        return f"the best rate at {at} is {in_words(found)}"
+    if len(known) < 2:
+        why = "; ".join(f"{at}: {found['why']}" for at, found in optima.items() if at not in known)
+        return f"best rates cannot be compared ({why})"
+    moved = shift(optima[known[0]], optima[known[-1]])
+    interval = "[{:+.2f}, {:+.2f}]".format(*moved["interval"]) if moved["interval"] else "(no interval)"
+    far = f"{moved['octaves']:+.2f} octaves {interval}".replace("-", "−")
+    missing = ", ".join(at for at in optima if at not in known)
+    return f"the best rate moves by {far} from {known[0]} to {known[-1]}" + (f"; none at {missing}" if missing else "")
+
+
 def lr_transfer(result: dict) -> str:
-    parts = []
+    groups: dict[str, dict] = {}  # over N or, where there is one N, over L
     for panel in result["panels"]:
-        best = {n: curve["optimum"].get("lr") for n, curve in panel["curves"].items()}
-        known = {n: rate for n, rate in best.items() if rate is not None}
-        where = f"{rule_name(panel['rule'], result)}, {counted(panel['layers'], 'layer')}"
-        if len(known) < 2:
-            why = "; ".join(f"N = {n}: {panel['curves'][n]['optimum']['why']}" for n in best if n not in known)
-            parts.append(f"{where}: best rates cannot be compared ({why})")
-            continue
-        moved = abs(math.log2(max(known.values()) / min(known.values())))
-        parts.append(f"{where}: the best rate moves by {moved:.1f} octaves over N = {', '.join(known)}")
-    words = "; ".join(parts)
+        rule, layers = rule_name(panel["rule"], result), panel["layers"]
+        over_n = len(panel["curves"]) > 1
+        for n, curve in panel["curves"].items():
+            where, at = (counted(layers, "layer"), f"N = {n}") if over_n else (f"N = {n}", f"L = {layers}")
+            groups.setdefault(f"{rule}, {where}", {})[at] = curve["optimum"]
+    words = "; ".join(f"{where}: {between(optima)}" for where, optima in groups.items())
     return f"{words[0].upper()}{words[1:]}."
 
 
