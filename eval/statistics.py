@@ -69,7 +69,8 @@ def paired_bootstrap(
 
     tasks: the task of each item; the mean is then that of the tasks' means, and items are resampled within a task.
     Resamples of n items scatter by sqrt((n - 1) / n) of what means of n items do, and percentiles take this scatter
-    for known: the interval is widened by the inverse, and by the ratio of Student's quantile to the normal one.
+    for known: the interval is widened by the inverse, and by the ratio of Student's quantile to the normal one, with
+    the degrees of freedom of Welch and Satterthwaite, as a task of few items may decide how means of tasks scatter.
     """
     if len(first) != len(second) or not len(first):
         raise ValueError(f"a paired interval needs equally many scores of both, got {len(first)} and {len(second)}")
@@ -78,10 +79,12 @@ def paired_bootstrap(
     if min(map(len, of_tasks)) < 2:
         return None
     mean = np.mean([of.mean() for of in of_tasks])
+    items, variances = np.array([(len(of), of.var(ddof=1) / len(of)) for of in of_tasks]).T  # of the tasks' means
+    degrees = variances.sum() ** 2 / (variances**2 / (items - 1)).sum() if variances.any() else 1
     of_tasks = [(of - of.mean()) * math.sqrt(len(of) / (len(of) - 1)) for of in of_tasks]
     rng = np.random.default_rng(0)
     means = [np.mean([of[rng.integers(len(of), size=len(of))].mean() for of in of_tasks]) for _ in range(resamples)]
-    reach = students_reach(1.0, len(differences) - len(of_tasks), level=level) / NormalDist().inv_cdf((1 + level) / 2)
+    reach = students_reach(1.0, degrees, level=level) / NormalDist().inv_cdf((1 + level) / 2)
     low, high = mean + reach * np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
     return float(low), float(high)
 

@@ -11,7 +11,7 @@ import torch
 from lm_eval.tasks import TaskManager
 from scipy.stats import norm as normal
 from scipy.stats import t as student
-from scipy.stats import ttest_rel
+from scipy.stats import ttest_ind, ttest_rel
 
 from looped_eval import statistics
 from looped_eval.common.samples import Item, Question, gold_indices, length_in, read_samples
@@ -100,6 +100,15 @@ def test_each_task_takes_a_degree_of_freedom():
     first, second, tasks = np.zeros(4), np.array([0.0, 1.0, 0.0, 1.0]), np.array(list("aabb"))
     reach = 0.5 * math.sqrt(2) * student.ppf(0.975, 4 - 2) / normal.ppf(0.975)
     assert paired_bootstrap(first, second, tasks=tasks) == pytest.approx((0.5 - reach, 0.5 + reach), rel=1e-6)
+
+
+def test_a_task_of_few_items_widens_the_interval():
+    """Welch's interval of a - (-b), of means of 8 and 500 items: next to all scatter is that of the 8."""
+    few, many = normal.ppf((np.arange(8) + 0.5) / 8), normal.ppf((np.arange(500) + 0.5) / 500)
+    welch = ttest_ind(few, -many, equal_var=False).confidence_interval(0.95)
+    found = paired_bootstrap(np.zeros(508), np.append(few, many), tasks=np.repeat([0, 1], [8, 500]), resamples=4000)
+    assert found == pytest.approx((welch.low / 2, welch.high / 2), rel=0.05)
+    assert paired_bootstrap(np.zeros(6), np.ones(6), tasks=np.repeat([0, 1], [2, 4])) == (1, 1)
 
 
 def test_accuracy_over_tasks_and_scores_over_items():

@@ -47,7 +47,7 @@ def over_seeds(values: Iterable[float], candidates: int = 1, level: float = LEVE
     return Estimate(mean, mean - reach, mean + reach, len(values))
 
 
-def students_reach(standard_error: float, degrees: int, candidates: int = 1, level: float = LEVEL) -> float:
+def students_reach(standard_error: float, degrees: float, candidates: int = 1, level: float = LEVEL) -> float:
     """Return the distance from an estimate to either end of its interval.
 
     candidates: the number of estimates from which this one was chosen by its value (Bonferroni).
@@ -56,7 +56,7 @@ def students_reach(standard_error: float, degrees: int, candidates: int = 1, lev
 
 
 @cache
-def students_quantile(probability: float, degrees: int) -> float:
+def students_quantile(probability: float, degrees: float) -> float:
     from scipy.stats import t as student  # takes a second
 
     return float(student.ppf(probability, degrees))
