@@ -193,8 +193,8 @@ def test_a_line_for_each_outcome():
     assert in_words(optimum(OCTAVES, valley(OCTAVES, 2**-8.3))) == (
         "0.00317 [0.00317, 0.00317] (of the fit to one seed)"
     )
-    assert (
-        in_words(optimum(OCTAVES, [[loss, loss] for loss in valley(OCTAVES, 2**-8.3)])) == "0.00317 [0.00317, 0.00317]"
+    assert in_words(optimum(OCTAVES, [[loss, loss] for loss in valley(OCTAVES, 2**-8.3)])) == (
+        "0.00317 [0.00317, 0.00317] (of the parabolas' vertices over seeds)"
     )
     assert in_words(optimum([1e-3, 2e-3, 4e-3], [3.0, 2.0, 3.0])).startswith("0.002 (no interval")
     assert in_words(optimum(OCTAVES, valley(OCTAVES, 1.0))).startswith("none (the highest rate")

@@ -19,9 +19,11 @@ def optimum(rates: list[float], losses: list, level: float = 0.95) -> dict:
     octaves, of the vertices of the seeds' own curves (`lr_of_seeds`), and the interval is Student's over seeds. If the
     curve of a seed has no vertex, lr is that of the mean curve and has no interval: the other seeds alone would give a
     biased one. With one seed the interval is that of the fit: the vertices that a t-test at `level` does not reject
-    (Fieller). It is wider if losses are noisy or no parabola, and does not tell how seeds differ. An interval is cut
-    at the ends of the grid, and left out if it is the whole grid. A rate at which any seed diverged counts as
-    diverged. lr is None if the best rate of the mean curve is the lowest or highest one that trained.
+    (Fieller). It is wider if losses are noisy or no parabola, and does not tell how seeds differ. That over seeds does
+    not tell how far the vertex of a parabola is from the lowest loss: where curves are lopsided, more seeds narrow it
+    around the vertex. Shifts between curves of one form lose most of this. An interval is cut at the ends of the grid,
+    and left out if it is the whole grid. A rate at which any seed diverged counts as diverged. lr is None if the best
+    rate of the mean curve is the lowest or highest one that trained.
     """
     if not all(0 < rate < math.inf for rate in rates):
         raise ValueError(f"learning rates must be above 0 and finite, got {rates}")
@@ -170,5 +172,5 @@ def in_words(found: dict) -> str:
         return f"none ({found['why']})"
     if found["interval"] is None:
         return f"{found['lr']:.3g} (no interval: {found['why']})"
-    of_fit = " (of the fit to one seed)" if found["seeds"] == 1 else ""
-    return f"{found['lr']:.3g} [{found['interval'][0]:.3g}, {found['interval'][1]:.3g}]{of_fit}"
+    what = "the fit to one seed" if found["seeds"] == 1 else "the parabolas' vertices over seeds"
+    return f"{found['lr']:.3g} [{found['interval'][0]:.3g}, {found['interval'][1]:.3g}] (of {what})"
