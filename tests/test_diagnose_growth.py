@@ -129,7 +129,7 @@ def test_theory_is_given_only_where_its_premises_hold():
 
 def test_a_power_of_n_is_said_with_its_error():
     """By hand: logs base 2 of R are 0, 2, 2 at 0, 1, 2, which is a slope of 1 with an error of 0.58; or 0, 1.1, 2."""
-    for curve, words in (([1, 4, 4], "no power of N"), ([1, 2**1.1, 4], "N^1.00 ± 0.06")):
+    for curve, words in (([1, 4, 4], "no power of N"), ([1, 2**1.1, 4], "N^1.00 ± 0.06 (misfit)")):
         slope = growth.slopes([1, 2, 4], [curve], 1.0)
         result = {"loops": [1, 2, 4], "looped": {"none": {"R": [curve], "update": [curve], "slope": slope}}}
         assert f"goes as {words} under no scaling (theory 1)." in sentences.residual_norm(result)

@@ -36,7 +36,7 @@ def powers(title: str, x: str, y: str, at: list, curves: list[tuple[str, list, s
 
 ARRANGED = {"looped": "shared layers", "unshared": "layers of their own", "model": "the model as it is"}
 RULE_NAMES = {"none": "no scaling", "sqrt": "1/√N", "linear": "1/N", "factored": "1/(N√L)"}
-UNCLEAR = 0.25  # standard error of an exponent: half of what tells two theories apart
+UNCLEAR = 0.25  # misfit of an exponent: half of what tells two theories apart
 
 
 def rule_name(rule: str, result: dict) -> str:
@@ -51,10 +51,10 @@ def hundredths(value: float) -> str:
 
 
 def power_of_n(fit: dict) -> str:
-    """Return a fitted power of N with its standard error."""
+    """Return a fitted power of N with its standard error: the line's misfit, which does not tell how seeds differ."""
     if fit["slope"] is None or fit["standard_error"] > UNCLEAR:
         return "no power of N"
-    return f"N^{hundredths(fit['slope'])} ± {fit['standard_error']:.2f}"
+    return f"N^{hundredths(fit['slope'])} ± {fit['standard_error']:.2f} (misfit)"
 
 
 def growth(curves: list, slope: dict, loops: list, title: str, y: str) -> Chart:

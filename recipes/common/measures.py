@@ -231,7 +231,7 @@ def spectral_radius(injection: torch.nn.Module) -> float | None:
 
 
 def power_law(x: list[float], y: list[float]) -> dict:
-    """Fit log y = slope log x + constant by least squares, with the standard error of the slope."""
+    """Fit log y = slope log x + constant by least squares, with the standard error of the slope by the misfit."""
     if len(x) < 3:
         raise ValueError(f"a slope needs at least 3 points, got {len(x)}: {list(x)}")
     if len(set(x)) < 2:
