@@ -391,8 +391,11 @@ def test_a_write_that_fails_leaves_the_old_result(tmp_path, monkeypatch):
 # What commands end with
 
 
-def at_depths(*values: float) -> list[dict]:
-    return [{"loops": k, "ratio": value} for k, value in enumerate(values, start=1)]
+def at_depths(*values: float, measured: tuple = ()) -> list[dict]:
+    """Fixed depths with these ratios where thresholds are calibrated, and on the other text, unless others are
+    measured there."""
+    ratios = enumerate(zip(values, measured or values), start=1)
+    return [{"loops": k, "calibrated_ratio": before, "ratio": ratio} for k, (before, ratio) in ratios]
 
 
 def exits_at(loops: float, speedup: float, ratio: float = 1.0) -> list[dict]:
@@ -407,15 +410,26 @@ def exits_at(loops: float, speedup: float, ratio: float = 1.0) -> list[dict]:
     [
         (at_depths(1.5, 1.2, 1.1, 1), exits_at(2.4, 1.5), "kl takes 2.40 of 4 loops, 40 % of them saved"),
         (at_depths(1.5, 1.2, 1.1, 1), exits_at(2.3, 1.5), "no smaller fixed depth is"),
-        (at_depths(1.5, 1.005, 1, 1), exits_at(2.3, 1.5), "of 2 stays within that too. Exits gain nothing over that"),
-        (at_depths(1.5, 1.2, 1, 1), exits_at(2.3, 1.5), "of 3 stays within that too. Exits need fewer loops"),
+        (at_depths(1.5, 1.005, 1, 1), exits_at(2.3, 1.5), "of 2 (there 0.50 % worse). Exits gain nothing over"),
+        (at_depths(1.5, 1.2, 1, 1), exits_at(2.3, 1.5), "of 3 (there 0.00 % worse). Exits need fewer loops"),
+        (at_depths(1.5, 1.2, 1.1, 1), exits_at(2.3, 1.5, 0.995), "it is 0.50 % better, ± 0.40 by its sequences)"),
         (at_depths(1.5, 1.2, 1.1, 1), exits_at(2.3, 1.5, 1.02), "it is 2.00 % worse, ± 0.40 by its sequences"),
-        (at_depths(1.5, 1, 1, 1), exits_at(3.9, 0.95), "num_loops=2 is enough"),
+        (at_depths(1.5, 1, 1, 1), exits_at(3.9, 0.95), "does (on the other text 0.00 % worse): num_loops=2 is enough"),
         (at_depths(1.5, 1.2, 1.1, 1), exits_at(3.9, 0.95), "needs its 4 loops"),
     ],
 )
 def test_what_early_exit_is_worth(fixed, tokens, said):
     assert said in conclusion(fixed, tokens, 0.01, 4)
+
+
+def test_exits_that_do_what_a_fixed_depth_does_gain_nothing():
+    """Both are within the budget where they were calibrated, and both miss it on the other text."""
+    fixed, tokens = at_depths(1.5, 1.0005, 1, 1, measured=(1.5, 1.02, 1, 1)), exits_at(2.0, 1.5, 1.02)
+    assert conclusion(fixed, tokens, 0.01, 4).endswith(
+        "(on the other text it is 2.00 % worse, ± 0.40 by its sequences); so is a fixed depth of 2 (there 2.00 % "
+        "worse). Exits gain nothing over that."
+    )
+    assert next_command(halting_options.parse(["m"]), fixed, tokens) == "looped chat m --num-loops 2"
 
 
 def test_halting_goes_on_with_what_is_worth_it():

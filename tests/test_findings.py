@@ -138,10 +138,11 @@ def test_layers_are_counted_from_one_as_people_do():
 
 
 def halted(fixed: list[tuple], rows: list[tuple]) -> dict:
-    """Perplexity against full depth and speed-up, of fixed depths and of criteria in so many loops."""
+    """Perplexity against full depth, of fixed depths on both texts, and speed-up; criteria in so many loops."""
     depths = [
-        {"loops": k, "ratio": ratio, "speedup": speed, "perplexity": 10 * ratio, "tokens_per_second": 100 * speed}
-        for k, (ratio, speed) in enumerate(fixed, start=1)
+        {"loops": k, "calibrated_ratio": before, "ratio": ratio, "speedup": speed}
+        | {"perplexity": 10 * ratio, "tokens_per_second": 100 * speed}
+        for k, (before, ratio, speed) in enumerate(fixed, start=1)
     ]
     found = [
         {"criterion": name, "budget": 0.01, "ratio": ratio, "measured_speedup": speed, "mean_loops": loops}
@@ -152,17 +153,20 @@ def halted(fixed: list[tuple], rows: list[tuple]) -> dict:
 
 
 def test_halting_in_words():
-    depths = [(1.2, 3.0), (1.05, 1.6), (1.0, 1.0)]
+    depths = [(1.2, 1.2, 3.0), (1.05, 1.004, 1.6), (1.0, 1.0, 1.0)]
     pays = halting_page.finding(halted(depths, [("kl", 1.004, 1.4, 1.8), ("logit_margin", 1.008, 1.5, 1.7)]))
     assert pays == (
         "Exits by logit margin score text 1.50 times as fast as 3 loops, in 1.70 loops and for 0.8 % more perplexity. "
-        "No fixed depth below 3 stays within 1 %."
+        "No fixed depth below 3 stays within 1 % where it was calibrated."
     )
     lucky = halting_page.finding(halted(depths, [("kl", 1.004, 1.4, 1.6), ("logit_margin", 1.008, 1.5, 1.7)]))
     assert lucky.startswith("Exits by kl score text 1.40 times")  # the cheaper one where they were calibrated
-    flat = halting_page.finding(halted([(1.001, 3.0), (1.0, 1.0)], [("kl", 1.03, 2.0, 1.0)]))
+    flat = halting_page.finding(halted([(1.001, 1.03, 3.0), (1.0, 1.0, 1.0)], [("kl", 1.03, 2.0, 1.0)]))
     assert "for 3 % more perplexity, beyond the 1 % that were calibrated for." in flat
-    assert flat.endswith("1 loop for all text: 3.00 times as fast, within 1 %. Exits gain nothing over that.")
+    assert flat.endswith(
+        "1 loop for all text, calibrated alike: 3.00 times as fast, for 3 % more perplexity. Exits gain nothing over "
+        "that."
+    )
     slow = halting_page.finding(halted(depths, [("kl", 1.0, 0.7, 2.9)]))
     assert slow == (
         "Exits do not pay within 1 % of perplexity: kl, the cheapest where it was calibrated, scores text 0.70 times "
@@ -171,7 +175,7 @@ def test_halting_in_words():
 
 
 def test_halting_is_drawn_with_its_limit():
-    pareto, tokens = halting_page.charts(halted([(1.2, 3.0), (1.0, 1.0)], [("kl", 1.004, 1.4, 1.8)]))
+    pareto, tokens = halting_page.charts(halted([(1.2, 1.2, 3.0), (1.0, 1.0, 1.0)], [("kl", 1.004, 1.4, 1.8)]))
     assert pareto.levels == {"1 % worse": pytest.approx(10.1)} and pareto.lines[0].points == [(300, 12), (100, 10)]
     assert isinstance(tokens, Chart) and tokens.lines[0].points == [(1.8, 1.004)]
 

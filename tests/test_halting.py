@@ -487,6 +487,12 @@ def test_start_tokens_count_in_nothing_that_the_command_says(tmp_path, capsys):
     for ids in calibration:  # each token exits by its scores in passes of fixed depth
         entropies = torch.stack(naive_scores(model, "entropy", ids[:-1]))[:, ids[1:] != start]
         found["calibrated_loops"] += exit_loops(ExitRule("entropy", row["threshold"]), entropies).tolist()
+    targets, losses = calibration[:, 1:], []
+    for depth in range(1, LOOPS + 1):
+        logits = model(calibration[:, :-1], num_loops=depth).logits
+        losses.append(F.cross_entropy(logits.mT, targets, ignore_index=start).item())
+    ratios = [math.exp(loss - losses[-1]) for loss in losses]
+    assert [fixed["calibrated_ratio"] for fixed in content["result"]["fixed"]] == pytest.approx(ratios, rel=1e-5)
     changes = []
     for ids in rows:  # and here what later tokens see are its exits
         outputs, kept = model(ids[None, :-1], exit_rule=ExitRule("entropy", row["threshold"])), ids[1:] != start

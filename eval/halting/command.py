@@ -34,7 +34,7 @@ from .conclusion import (
     conclusion,
     conclusion_at_loops,
     exits_gain,
-    shallowest_depth,
+    shallowest,
 )
 from .measuring import learned_targets, out_of_reach, sequence_level, token_level
 from .options import BEST, LEAST_SEQUENCES, LENGTH, SEQUENCES, parse
@@ -231,7 +231,7 @@ def next_command(args, fixed: list[dict], tokens: list[dict]) -> str:
         return f"{args.command}{at_mean} --write {best['criterion']}"
     if exits_gain(fixed, tokens, args.budget[0]):
         return f"{args.command} --write"
-    depth = shallowest_depth(fixed, args.budget[0])
+    depth = shallowest(fixed, args.budget[0])["loops"]
     return typed("looped chat", args.model, *trust_of(args), "--num-loops", depth)
 
 
@@ -267,7 +267,7 @@ def run(args) -> Path:
     if not args.budget and len(missed["tokens"]) == len(names) * len(args.mean_loops):
         raise ValueError(f"{'; '.join(missed['tokens'])}. Raise --mean-loops, or name other --criteria")
     notes += sum(missed.values(), [])
-    fixed, found, full = sequence_level(model, parts["sequences"], rows, names, args)
+    fixed, found, full = sequence_level(model, parts, rows, names, args)
     notes += far_from_validation(args, fixed[-1])
     halting, sequences_at_loops = split(found)
     tokens, tokens_at_loops = split(token_level(model, parts["tokens"], rows, names, full, args))

@@ -5,9 +5,15 @@ import math
 from looped_eval.common.findings import loops_in_words
 
 
-def shallowest_depth(fixed: list[dict], budget: float) -> int:
-    """Return the smallest fixed depth that keeps the budget."""
-    return min(row["loops"] for row in fixed if row["ratio"] <= 1 + budget)
+def shallowest(fixed: list[dict], budget: float) -> dict:
+    """Return the row of the smallest fixed depth that keeps the budget on the text on which thresholds, too, need
+    only keep it."""
+    return min((row for row in fixed if row["calibrated_ratio"] <= 1 + budget), key=lambda row: row["loops"])
+
+
+def worse(ratio: float) -> str:
+    """Return e.g. "0.82 % worse" for a perplexity of 1.0082 times that of full depth."""
+    return f"{abs(100 * ratio - 100):.2f} % {'worse' if ratio >= 1 else 'better'}"
 
 
 def cheapest(tokens: list[dict]) -> dict:
@@ -35,32 +41,34 @@ def best_at_equal_loops(tokens: list[dict]) -> dict:
 
 
 def exits_gain(fixed: list[dict], tokens: list[dict], budget: float) -> bool:
-    """Return whether the cheapest criterion, checks included, saves compute and needs fewer loops than any fixed depth
-    within the budget."""
+    """Return whether the cheapest criterion, checks included, saves compute and needs fewer loops than the smallest
+    fixed depth within the budget."""
     best = cheapest(tokens)
-    return best["predicted_speedup"] > 1 and best["mean_loops"] < shallowest_depth(fixed, budget)
+    return best["predicted_speedup"] > 1 and best["mean_loops"] < shallowest(fixed, budget)["loops"]
 
 
 def conclusion(fixed: list[dict], tokens: list[dict], budget: float, num_loops: int) -> str:
-    """Compare the cheapest criterion for tokens with the smallest fixed depth that keeps the same budget.
+    """Compare the cheapest criterion for tokens with the smallest fixed depth that keeps the same budget on the same
+    text, and say what both have on the other.
 
     fixed: perplexity at each depth; tokens: for each criterion, the results of its calibrated threshold on other text.
     """
     within = f"within {100 * budget:g} % of the perplexity at {num_loops} loops"
-    shallowest, best = shallowest_depth(fixed, budget), cheapest(tokens)
+    depth, best = shallowest(fixed, budget), cheapest(tokens)
+    loops = depth["loops"]
     if best["predicted_speedup"] <= 1:
-        if shallowest == num_loops:
+        if loops == num_loops:
             return f"No exit and no smaller depth pays {within}: this model needs its {num_loops} loops."
-        return f"No exit pays {within}, but a fixed depth of {shallowest} does: num_loops={shallowest} is enough."
+        found = f"No exit pays {within}, but a fixed depth of {loops} does (on the other text {worse(depth['ratio'])})"
+        return f"{found}: num_loops={loops} is enough."
     found = f"{best['criterion']} takes {loops_in_words(best['mean_loops'], num_loops)}, calibrated to be {within}"
-    if best["ratio"] > 1 + budget:
-        error = best["ratio_error"]  # of a single sequence it is not known
-        sure = f", ± {100 * error:.2f} by its sequences" if math.isfinite(error) else ""
-        found += f" (on the other text it is {100 * best['ratio'] - 100:.2f} % worse{sure})"
-    if shallowest == num_loops:
+    error = best["ratio_error"]  # of a single sequence it is not known
+    sure = f", ± {100 * error:.2f} by its sequences" if math.isfinite(error) else ""
+    found += f" (on the other text it is {worse(best['ratio'])}{sure})"
+    if loops == num_loops:
         return f"{found}; no smaller fixed depth is."
     verdict = "Exits need fewer loops" if exits_gain(fixed, tokens, budget) else "Exits gain nothing over that"
-    return f"{found}. A fixed depth of {shallowest} stays within that too. {verdict}."
+    return f"{found}; so is a fixed depth of {loops} (there {worse(depth['ratio'])}). {verdict}."
 
 
 def conclusion_at_loops(fixed: list[dict], tokens: list[dict]) -> str:

@@ -92,11 +92,11 @@ def result_row(aim: dict, rule, units: Units, scored, learned, full, config, arg
     }
 
 
-def sequence_level(model, calibration: Units, rows: torch.Tensor, names: list[str], args) -> tuple:
+def sequence_level(model, calibration: dict[str, Units], rows: torch.Tensor, names: list[str], args) -> tuple:
     """Measure fixed depths and sequences that exit, all timed in turns; return the rows of a table for each, and the
-    losses at full depth."""
+    losses at full depth. calibration: the slice as "sequences" and as "tokens"."""
     depths, size = range(1, args.num_loops + 1), args.batch_size
-    rules = rules_of(calibration, names, args.budget, args, model.config)
+    rules = rules_of(calibration["sequences"], names, args.budget, args, model.config)
     runs = {k: partial(at_depth, model, num_loops=k, batch_size=size) for k in depths}
     for rule in {rule for _, rule in rules}:  # budgets may share a threshold
         runs[rule] = partial(with_sequence_exits, model, rule=rule, num_loops=args.num_loops, batch_size=size)
@@ -104,14 +104,15 @@ def sequence_level(model, calibration: Units, rows: torch.Tensor, names: list[st
     seconds, scored = least_seconds({k: partial(run, rows) for k, run in runs.items()}, args.repeats, warm_ups)
     tokens, full = rows[:, 1:].numel(), seconds[args.num_loops]
     learned, losses = learned_targets(rows, args.unlearned), scored[args.num_loops].losses
-    fixed = []
+    fixed, before = [], [mean_perplexity(of_depth) for of_depth in calibration["tokens"].losses]
     for k in depths:
         found = mean_perplexity(scored[k].losses[learned])
-        row = {"loops": k, "perplexity": found, "ratio": found / mean_perplexity(losses[learned])}
+        row = {"loops": k, "calibrated_ratio": before[k - 1] / before[-1], "perplexity": found}
+        row["ratio"] = found / mean_perplexity(losses[learned])
         fixed.append({**row, "speedup": full / seconds[k], "tokens_per_second": tokens / seconds[k]})
     halting = []
     for aim, rule in rules:
-        row = result_row(aim, rule, calibration, scored[rule], learned, losses, model.config, args)
+        row = result_row(aim, rule, calibration["sequences"], scored[rule], learned, losses, model.config, args)
         speed = {"measured_speedup": full / seconds[rule], "tokens_per_second": tokens / seconds[rule]}
         halting.append(row | speed)
     return fixed, halting, losses

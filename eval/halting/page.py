@@ -9,12 +9,13 @@ from looped_recipes.common.chart import Chart, Line, named, save_charts
 from looped_recipes.common.files import write_whole
 from looped_recipes.common.words import counted, percent
 
-from .conclusion import cheapest, conclusion, conclusion_at_loops
+from .conclusion import cheapest, conclusion, conclusion_at_loops, shallowest
 
 
 EXPLANATION = Explanation(
     "On one slice of text each criterion gets the threshold with the fewest loops within the budget of perplexity; "
-    "what it then costs and saves is measured on another slice.",
+    "what it then costs and saves is measured on another slice. The smallest fixed depth within the budget is chosen "
+    "and measured in the same way.",
     "Exits beat every fixed depth: fewer loops at the same perplexity. Where one loop alone stays within the budget, "
     "a high speed-up means that the model makes no use of its loops.",
     "Readout Blind Spot, table 13, sequences, budget 1 %: 3.39 to 3.77 times as fast in 1.00 loops of 4 with normed "
@@ -29,6 +30,7 @@ COLUMNS = {
     "calibrated_loops": "loops calibrated",
     "mean_loops": "mean loops",
     "perplexity": "perplexity",
+    "calibrated_ratio": "against full depth, calibrated",
     "ratio": "against full depth",
     "ratio_error": "±",
     "speedup": "speed-up",
@@ -49,13 +51,17 @@ def cell(key: str, value) -> str:
         return "never" if key == "threshold" else "unknown"
     if key == "budget":
         return percent(value)
-    digits = {"tokens_per_second": 0, "ratio": 4, "ratio_error": 4, "threshold": None, "loops": None}.get(key, 2)
+    digits = {"tokens_per_second": 0, "threshold": None, "loops": None}.get(key, 4 if "ratio" in key else 2)
     return written(value) if digits is None else f"{value:,.{digits}f}"
 
 
 def table(rows: list[dict]) -> Table:
     keys = [key for key in COLUMNS if key in rows[0]]
     return Table([COLUMNS[key] for key in keys], [[cell(key, row.get(key)) for key in keys] for row in rows])
+
+
+def cost(ratio: float) -> str:
+    return f"{percent(abs(ratio - 1))} {'more' if ratio >= 1 else 'less'} perplexity"
 
 
 def finding(result: dict) -> str:
@@ -69,19 +75,18 @@ def finding(result: dict) -> str:
             f"Exits do not pay within {percent(budget)} of perplexity: {name}, the cheapest where it was calibrated, "
             f"scores text {speed:.2f} times as fast as {full} loops."
         )
-    cost = best["ratio"] - 1
     words = (
         f"Exits by {name} score text {speed:.2f} times as fast as {full} loops, in {best['mean_loops']:.2f} loops and "
-        f"for {percent(abs(cost))} {'more' if cost >= 0 else 'less'} perplexity"
+        f"for {cost(best['ratio'])}"
     )
-    words += f", beyond the {percent(budget)} that were calibrated for" if cost > budget else ""
-    shallow = next(row for row in fixed if row["ratio"] <= 1 + budget)
+    words += f", beyond the {percent(budget)} that were calibrated for" if best["ratio"] > 1 + budget else ""
+    shallow = shallowest(fixed, budget)
     if shallow["loops"] == full:
-        return f"{words}. No fixed depth below {full} stays within {percent(budget)}."
+        return f"{words}. No fixed depth below {full} stays within {percent(budget)} where it was calibrated."
     verdict = "Exits gain over that" if speed > shallow["speedup"] else "Exits gain nothing over that"
     return (
-        f"{words}. {counted(shallow['loops'], 'loop')} for all text: {shallow['speedup']:.2f} times as fast, within "
-        f"{percent(budget)}. {verdict}."
+        f"{words}. {counted(shallow['loops'], 'loop')} for all text, calibrated alike: {shallow['speedup']:.2f} times "
+        f"as fast, for {cost(shallow['ratio'])}. {verdict}."
     )
 
 
