@@ -393,9 +393,11 @@ def test_a_write_that_fails_leaves_the_old_result(tmp_path, monkeypatch):
 
 def at_depths(*values: float, measured: tuple = ()) -> list[dict]:
     """Fixed depths with these ratios where thresholds are calibrated, and on the other text, unless others are
-    measured there."""
-    ratios = enumerate(zip(values, measured or values), start=1)
-    return [{"loops": k, "calibrated_ratio": before, "ratio": ratio} for k, (before, ratio) in ratios]
+    measured there. A pass costs as much as its loops."""
+    return [
+        {"loops": k, "calibrated_ratio": before, "ratio": ratio, "predicted_speedup": len(values) / k}
+        for k, (before, ratio) in enumerate(zip(values, measured or values), start=1)
+    ]
 
 
 def exits_at(loops: float, speedup: float, ratio: float = 1.0) -> list[dict]:
@@ -410,8 +412,10 @@ def exits_at(loops: float, speedup: float, ratio: float = 1.0) -> list[dict]:
     [
         (at_depths(1.5, 1.2, 1.1, 1), exits_at(2.4, 1.5), "kl takes 2.40 of 4 loops, 40 % of them saved"),
         (at_depths(1.5, 1.2, 1.1, 1), exits_at(2.3, 1.5), "no smaller fixed depth is"),
-        (at_depths(1.5, 1.005, 1, 1), exits_at(2.3, 1.5), "of 2 (there 0.50 % worse). Exits gain nothing over"),
-        (at_depths(1.5, 1.2, 1, 1), exits_at(2.3, 1.5), "of 3 (there 0.00 % worse). Exits need fewer loops"),
+        (at_depths(1.5, 1.005, 1, 1), exits_at(2.3, 1.5), "so is a fixed depth of 2 (there 0.50 % worse)"),
+        (at_depths(1.5, 1.005, 1, 1), exits_at(2.3, 1.5), "1.50 times as fast, and that depth 2.00 times: they gain "),
+        (at_depths(1.5, 1.2, 1, 1), exits_at(2.3, 1.5), "1.50 times as fast, and that depth 1.33 times: they gain o"),
+        (at_depths(1.5, 1.2, 1, 1), exits_at(2.3, 1.3), "1.30 times as fast, and that depth 1.33 times: they gain "),
         (at_depths(1.5, 1.2, 1.1, 1), exits_at(2.3, 1.5, 0.995), "it is 0.50 % better, ± 0.40 by its sequences)"),
         (at_depths(1.5, 1.2, 1.1, 1), exits_at(2.3, 1.5, 1.02), "it is 2.00 % worse, ± 0.40 by its sequences"),
         (at_depths(1.5, 1, 1, 1), exits_at(3.9, 0.95), "does (on the other text 0.00 % worse): num_loops=2 is enough"),
@@ -424,10 +428,11 @@ def test_what_early_exit_is_worth(fixed, tokens, said):
 
 def test_exits_that_do_what_a_fixed_depth_does_gain_nothing():
     """Both are within the budget where they were calibrated, and both miss it on the other text."""
-    fixed, tokens = at_depths(1.5, 1.0005, 1, 1, measured=(1.5, 1.02, 1, 1)), exits_at(2.0, 1.5, 1.02)
+    fixed, tokens = at_depths(1.5, 1.0005, 1, 1, measured=(1.5, 1.02, 1, 1)), exits_at(2.0, 2.0, 1.02)
     assert conclusion(fixed, tokens, 0.01, 4).endswith(
         "(on the other text it is 2.00 % worse, ± 0.40 by its sequences); so is a fixed depth of 2 (there 2.00 % "
-        "worse). Exits gain nothing over that."
+        "worse). By FLOPs, checks included, exits are 2.00 times as fast, and that depth 2.00 times: they gain "
+        "nothing over it."
     )
     assert next_command(halting_options.parse(["m"]), fixed, tokens) == "looped chat m --num-loops 2"
 

@@ -493,6 +493,9 @@ def test_start_tokens_count_in_nothing_that_the_command_says(tmp_path, capsys):
         losses.append(F.cross_entropy(logits.mT, targets, ignore_index=start).item())
     ratios = [math.exp(loss - losses[-1]) for loss in losses]
     assert [fixed["calibrated_ratio"] for fixed in content["result"]["fixed"]] == pytest.approx(ratios, rel=1e-5)
+    speedups = [fixed["predicted_speedup"] for fixed in content["result"]["fixed"]]
+    flops = [forward_flops_per_token(model.config, 7, depth) for depth in range(1, LOOPS + 1)]
+    assert speedups == pytest.approx([flops[-1] / each for each in flops], rel=1e-5)
     changes = []
     for ids in rows:  # and here what later tokens see are its exits
         outputs, kept = model(ids[None, :-1], exit_rule=ExitRule("entropy", row["threshold"])), ids[1:] != start

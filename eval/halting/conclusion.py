@@ -41,10 +41,9 @@ def best_at_equal_loops(tokens: list[dict]) -> dict:
 
 
 def exits_gain(fixed: list[dict], tokens: list[dict], budget: float) -> bool:
-    """Return whether the cheapest criterion, checks included, saves compute and needs fewer loops than the smallest
-    fixed depth within the budget."""
-    best = cheapest(tokens)
-    return best["predicted_speedup"] > 1 and best["mean_loops"] < shallowest(fixed, budget)["loops"]
+    """Return whether the cheapest criterion, checks included, saves compute against the smallest fixed depth within
+    the budget, which may be full depth."""
+    return cheapest(tokens)["predicted_speedup"] > shallowest(fixed, budget)["predicted_speedup"]
 
 
 def conclusion(fixed: list[dict], tokens: list[dict], budget: float, num_loops: int) -> str:
@@ -67,8 +66,10 @@ def conclusion(fixed: list[dict], tokens: list[dict], budget: float, num_loops: 
     found += f" (on the other text it is {worse(best['ratio'])}{sure})"
     if loops == num_loops:
         return f"{found}; no smaller fixed depth is."
-    verdict = "Exits need fewer loops" if exits_gain(fixed, tokens, budget) else "Exits gain nothing over that"
-    return f"{found}; so is a fixed depth of {loops} (there {worse(depth['ratio'])}). {verdict}."
+    speeds = f"{best['predicted_speedup']:.2f} times as fast, and that depth {depth['predicted_speedup']:.2f} times"
+    verdict = "they gain over it" if exits_gain(fixed, tokens, budget) else "they gain nothing over it"
+    found += f"; so is a fixed depth of {loops} (there {worse(depth['ratio'])})"
+    return f"{found}. By FLOPs, checks included, exits are {speeds}: {verdict}."
 
 
 def conclusion_at_loops(fixed: list[dict], tokens: list[dict]) -> str:

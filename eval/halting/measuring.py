@@ -28,6 +28,12 @@ def flops_per_token(config, length: int, mean_loops: float, mean_readouts: float
     return forward_flops_per_token(config, length, mean_loops) + (mean_readouts - 1) * readout
 
 
+def predicted_speedup(config, args, mean_loops: float, mean_readouts: float = 1.0) -> float:
+    """Return how many times the FLOPs of full depth are those of so many loops and readouts a token."""
+    taken = flops_per_token(config, args.length, mean_loops, mean_readouts)
+    return flops_per_token(config, args.length, args.num_loops, 1) / taken
+
+
 def mean_readouts(rule: ExitRule, loops: torch.Tensor, num_loops: int) -> float:
     """Return how often a unit ran coda and head, averaged over units: at each check before its last loop, and once
     after it. loops: number of loops of each unit."""
@@ -72,8 +78,7 @@ def result_row(aim: dict, rule, units: Units, scored, learned, full, config, arg
 
     def speedup(loops: torch.Tensor) -> float:
         readouts = mean_readouts(replace(rule, per_sequence=per_sequence), loops, args.num_loops)
-        exiting = flops_per_token(config, args.length, loops.double().mean().item(), readouts)
-        return flops_per_token(config, args.length, args.num_loops, 1) / exiting
+        return predicted_speedup(config, args, loops.double().mean().item(), readouts)
 
     ratio = found / mean_perplexity(full[learned])
     changes = (scored.losses - full).double().where(learned, 0).sum(-1)
@@ -109,6 +114,7 @@ def sequence_level(model, calibration: dict[str, Units], rows: torch.Tensor, nam
         found = mean_perplexity(scored[k].losses[learned])
         row = {"loops": k, "calibrated_ratio": before[k - 1] / before[-1], "perplexity": found}
         row["ratio"] = found / mean_perplexity(losses[learned])
+        row["predicted_speedup"] = predicted_speedup(model.config, args, k)
         fixed.append({**row, "speedup": full / seconds[k], "tokens_per_second": tokens / seconds[k]})
     halting = []
     for aim, rule in rules:
