@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import random
 import re
 import shutil
 from html.parser import HTMLParser
@@ -333,9 +334,9 @@ def test_task_results_of_every_depth(tmp_path):
     LoopedConfig().save_pretrained(way)
     add_results(way / "eval", 2, 0.125)
     add_results(make_run(run / "other"), 2, 0.125)
-    found, chance, unread = results_of(RunFolder(run, "first"))
+    found, chance, few, unread = results_of(RunFolder(run, "first"))
     assert found["hop acc"] == {"": {1: (0.25, 0.01), 2: (0.375, 0.01), 4: (0.75, 0.01), 5: (0.625, 0.01)}}
-    assert set(found) == {"hop acc", "hop acc_norm"} and len(unread) == 2
+    assert set(found) == {"hop acc", "hop acc_norm"} and few == set() and len(unread) == 2
     assert chance == {"hop acc": 0.5, "hop acc_norm": 0.5}
     page = page_of(run)
     assert "first: 1 of 2 accuracies is above chance at the best depth." in page.text and "chance (0.5)" in page.text
@@ -350,6 +351,30 @@ def test_the_same_accuracy_with_and_without_an_error():
     """Of equal ones the least sure counts; of some results lm-eval gives no standard error."""
     found = {"hop acc": {"run": {1: (0.75, None), 2: (0.75, 0.25), 4: (0.5, None)}}}
     assert above_chance(found, {"hop acc": 0.5}) == ["run: 0 of 1 accuracies are above chance at the best depth."]
+
+
+def test_models_that_guess_are_rarely_above_chance():
+    """Also where the best of many depths is taken: 8 of 100 questions with 4 answers."""
+    draw, found = random.Random(0), {}
+    for task in range(400):
+        values = [sum(draw.random() < 0.25 for _ in range(100)) / 100 for _ in range(8)]
+        points = {k: (value, math.sqrt(value * (1 - value) / 99)) for k, value in enumerate(values, start=1)}
+        found[f"{task} acc"] = {"run": points}
+    above = int(above_chance(found, dict.fromkeys(found, 0.25))[0].split()[1])
+    assert above < 20  # of 10, and three standard deviations of that
+
+
+def test_few_questions_tell_nothing_of_chance(tmp_path):
+    """All right, lm-eval's error is 0. A whole evaluation beside the trial counts."""
+    run = make_run(tmp_path / "first")
+    for questions in (3, 24):
+        metrics = {"acc,none": 1.0, "acc_stderr,none": 0.0, "sample_len": questions}
+        content = {"results": {"hop": metrics}, "configs": {"hop": {"metadata": {"chance": 0.5}}}}
+        content["n-samples"] = {"hop": {"effective": questions}}
+        (run / f"results_{questions}.json").write_text(json.dumps(content))
+    text = page_of(run).text
+    said = "first, 3 questions: 0 of 0 accuracies are above chance at the best depth; 1 is left out, of fewer than 20"
+    assert said in text and "first, 24 questions: 1 of 1 accuracies is above chance at the best depth." in text
 
 
 def save_results(path, accuracy: float, config: dict, **others):
@@ -378,7 +403,7 @@ def test_results_of_other_settings_are_curves_of_their_own(tmp_path):
     save_results(run / "eval/results_3.json", 0.0, {**config, **exits}, **whole)
     save_results(run / "eval/results_5.json", 0.125, {**config, **exits, "exit_selection": "stop"}, **whole)
     save_results(run / "eval/results_4.json", 0.5, {**config, "num_loops": 2}, **whole, chat_template="{{ turns }}")
-    found, _, _ = results_of(RunFolder(run, "first"))
+    found, *_ = results_of(RunFolder(run, "first"))
     assert found["hop acc"] == {
         "24 questions, no exits": {1: (0.25, 0.01), 2: (0.375, 0.01)},
         "24 questions, with a chat template, no exits": {2: (0.5, 0.01)},
@@ -400,7 +425,7 @@ def test_the_depth_of_a_result_is_its_own(tmp_path, config, depth):
     run = make_run(tmp_path / "loops_9" / "loops_8")
     save_results(run / "eval/results_1.json", 0.5, config)
     save_results(run / "eval/loops_4/results_1.json", 0.25, {})
-    found, _, _ = results_of(RunFolder(run, "loops_8"))
+    found, *_ = results_of(RunFolder(run, "loops_8"))
     assert found["hop acc"][""] == {depth: (0.5, 0.01), 4: (0.25, 0.01)}
 
 

@@ -2,7 +2,9 @@
 
 import json
 import re
+from collections.abc import Collection
 from pathlib import Path
+from statistics import NormalDist
 
 from looped_eval.common import curves
 from looped_eval.common.page import Charts, Finding, Folded, Heading, Section, Table, Text, single_numbers
@@ -11,6 +13,7 @@ from looped_eval.diagnose import page as diagnose_page
 from looped_eval.diagnose.readings import READINGS
 from looped_eval.halting import page as halting_page
 from looped_recipes.common.command_line import typed
+from looped_recipes.common.intervals import FEWEST
 from looped_recipes.common.words import counted
 
 from .about import depth_table, missing, number
@@ -22,11 +25,12 @@ TOLD_APART = {  # model arguments that are read from other fields of the results
 }  # fmt: skip
 
 
-def results_of(run: RunFolder) -> tuple[curves.Curves, dict[str, float], list[str]]:
+def results_of(run: RunFolder) -> tuple[curves.Curves, dict[str, float], set[tuple[str, str]], list[str]]:
     """Return lm-eval's metrics over depth, {task and metric: {setting: {depth: (value, standard error)}}}, the scores
-    of guessing, and notes on unreadable files. setting: how it differs from other settings of the metric, in words."""
+    of guessing, which (metric, setting) are of few questions, and notes on unreadable files. setting: how it differs
+    from other settings of the metric, in words."""
     found: dict[str, dict[tuple, dict[int, curves.Point]]] = {}
-    chance, unread = {}, []
+    chance, few, unread = {}, set(), []
     for path in sorted(run.own_files("results*.json"), key=lambda path: (path.stat().st_mtime, str(path))):
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
@@ -34,6 +38,7 @@ def results_of(run: RunFolder) -> tuple[curves.Curves, dict[str, float], list[st
                 (*point, setting_of(point[0].partition(" ")[0], content)) for point in curves.metrics_of(content)
             ]
             levels = {name: curves.chance_of(name, content.get("configs")) for name, *_ in measured}
+            of_few = curves.of_few_questions(content)
         except (ValueError, KeyError, TypeError, AttributeError):
             unread.append(f"{path} holds no lm-eval results.")
             continue
@@ -41,7 +46,10 @@ def results_of(run: RunFolder) -> tuple[curves.Curves, dict[str, float], list[st
         for name, point, setting in measured:
             found.setdefault(name, {}).setdefault(setting, {})[depth] = point  # the newest file wins
         chance |= {name: level for name, level in levels.items() if level is not None}
-    return {name: in_words(of_settings) for name, of_settings in found.items()}, chance, unread
+        few |= {(name, setting) for name, _, setting in measured if name in of_few}
+    said = {name: in_words(of_settings) for name, of_settings in found.items()}
+    few = {(name, words) for name in said for setting, words in zip(found[name], said[name]) if (name, setting) in few}
+    return said, chance, few, unread
 
 
 def depth_of_results(path: Path, content: dict) -> int | None:
@@ -101,36 +109,40 @@ def in_words(of_settings: dict[tuple[str, ...], dict]) -> dict[str, dict]:
 def accuracy(runs: list[RunFolder]) -> Section:
     found: curves.Curves = {}
     chance: dict[str, float] = {}
-    blocks = []
+    few, blocks = set(), []
     for run in runs:
-        measures, levels, unread = results_of(run)
+        measures, levels, of_few, unread = results_of(run)
         chance |= levels
         blocks += map(Text, unread)
         for measure, of_settings in measures.items():
             for setting, points in of_settings.items():
                 series = f"{run.name}, {setting}" if setting else run.name
                 found.setdefault(measure, {})[series] = dict(sorted(points.items()))
+                few |= {(measure, series)} if (measure, setting) in of_few else set()
         if not measures:
             blocks.append(missing(f"{run.name} has no lm-eval results.", harness(run)))
     if found:
-        findings = [Finding(words) for words in above_chance(found, chance)]
+        findings = [Finding(words) for words in above_chance(found, chance, few)]
         blocks = [*findings, Charts(curves.charts(found, chance)), depth_table(found), *blocks]
     return Section("Tasks over depth", blocks)
 
 
-def above_chance(found: curves.Curves, chance: dict[str, float]) -> list[str]:
-    """Say for each run how many accuracies are two standard errors above guessing at their best depth."""
+def above_chance(found: curves.Curves, chance: dict[str, float], few: Collection[tuple[str, str]] = ()) -> list[str]:
+    """Say for each run how many accuracies are above guessing at their best depth: by more than the best of so many
+    depths is by chance in about 1 of 40 cases. few: (measure, run) of few questions, which are left out."""
     sentences = []
     for run in dict.fromkeys(name for series in found.values() for name in series):
-        known = [
-            (max((value, error or 0.0) for value, error in series[run].values()), chance[measure])
-            for measure, series in found.items()
-            if run in series and measure in chance
-        ]
-        above = sum(value - 2 * error > level for (value, error), level in known)
+        known = [measure for measure, series in found.items() if run in series and measure in chance]
+        compared, above = [measure for measure in known if (measure, run) not in few], 0
+        for measure in compared:
+            points = found[measure][run].values()
+            value, error = max((value, error or 0.0) for value, error in points)
+            above += value - NormalDist().inv_cdf(1 - 0.025 / len(points)) * error > chance[measure]
         if known:
-            which = f"{above} of {len(known)} accuracies {'is' if above == 1 else 'are'}"
-            sentences.append(f"{run}: {which} above chance at the best depth.")
+            which = f"{above} of {len(compared)} accuracies {'is' if above == 1 else 'are'}"
+            left = len(known) - len(compared)
+            left_out = f"; {left} {'is' if left == 1 else 'are'} left out, of fewer than {FEWEST} questions"
+            sentences.append(f"{run}: {which} above chance at the best depth{left_out * (left > 0)}.")
     return sentences
 
 
