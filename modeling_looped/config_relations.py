@@ -128,6 +128,8 @@ def check_rope_type(config):
             numbers = value if isinstance(value, (list, tuple)) else [value]
             if not all(isfinite(each) for each in numbers if isinstance(each, float)):
                 raise ValueError(f"rope_parameters has {name}={value}, which must be finite")
+            if name == "rope_theta" and isinstance(value, (int, float)) and value <= 0:
+                raise ValueError(f"rope_parameters has rope_theta={value}, which must be above 0")
         rope_type = one.get("rope_type", "default")
         known = look_up("transformers.modeling_rope_utils", "ROPE_INIT_FUNCTIONS", [rope_type])
         if rope_type != "default" and rope_type not in known:

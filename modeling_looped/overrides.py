@@ -4,7 +4,7 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from inspect import getclosurevars
+from inspect import getclosurevars, unwrap
 from types import MethodType
 
 import torch
@@ -58,7 +58,8 @@ def runs_own(module, name: str) -> bool:
     """Return whether a method that was set on an instance runs that of its class, within wrappers that are known."""
     *_, innermost = unwrapped(vars(module)[name])
     own = getattr(type(module), name)
-    return innermost in (own, MethodType(own, module))
+    of_class = own, unwrap(own)  # accelerate takes off decorators, too, where it unwraps a model
+    return innermost in (*of_class, *(MethodType(function, module) for function in of_class))
 
 
 def unwrapped(method: Callable | None) -> Iterator[Callable]:

@@ -82,15 +82,14 @@ class SharedPasses:
 
     def generate(self, *args, check: Callable[[], None] | None = None, **kwargs):
         """Run `model.generate`. check: called while the call waits for room, before the prompt and between
-        its loops; an exception ends this call."""
-        outer, outer_check = _current.set(self), _check.set(check)
+        its loops; it must return at once, and an exception ends this call."""
+        outer = _current.set(self)
         try:
             # calls inside and outside of inference mode could not write the same tensors
-            with torch.inference_mode(False), multiplying_as_in(self._context):
+            with checked_by(check), torch.inference_mode(False), multiplying_as_in(self._context):
                 return self.model.generate(*args, **kwargs)
         finally:
             _current.reset(outer)
-            _check.reset(outer_check)
 
     @contextmanager
     def turn(self):
@@ -223,6 +222,16 @@ class SharedPasses:
     def _fits(self, rows: int, tokens: int) -> bool:
         has_room = self.max_tokens is None or self._tokens + tokens <= self.max_tokens
         return has_room and self._rows + rows <= self.max_rows
+
+
+@contextmanager
+def checked_by(check: Callable[[], None] | None):
+    """Let `check` be that of this thread's call."""
+    outer = _check.set(check)
+    try:
+        yield
+    finally:
+        _check.reset(outer)
 
 
 def check_call():

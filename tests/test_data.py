@@ -1219,8 +1219,18 @@ def test_blank_lines_are_no_rows(tmp_path, streaming):
     path = tmp_path / "blank.jsonl"
     others = [{"x": 1}, "s", [1], [{"x": 1}, {"x": "s"}]]
     lines = [json.dumps({"text": text, "meta": other}) for text, other in zip("abcd", others)]
-    path.write_bytes("\n".join(["", lines[0], " \t", *lines[1:3], "\r", lines[3], "", ""]).encode())
-    assert load(path, streaming=streaming) == ["a", "b", "c", "d"]
+    text = "\n".join(["", lines[0], " \t", *lines[1:3], "\r", lines[3], "", ""])
+    for mark in ("", "\ufeff"):
+        path.write_text(mark + text, encoding="utf-8")
+        assert load(path, streaming=streaming) == ["a", "b", "c", "d"]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_json_of_another_encoding_is_read_as_the_card_says(tmp_path, streaming):
+    card = "configs:\n- config_name: default\n  data_files: a.json\n  field: data\n  encoding: latin-1\n"
+    (tmp_path / "README.md").write_text(f"---\n{card}---\n")
+    (tmp_path / "a.json").write_text('{"data": [{"text": "é"}, {"text": "b"}]}', encoding="latin-1")
+    assert load(tmp_path, streaming=streaming) == ["é", "b"]
 
 
 @pytest.mark.parametrize("streaming", [False, True])

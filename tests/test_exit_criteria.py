@@ -356,14 +356,20 @@ def in_mixed_precision(model):
     AcceleratorState._reset_state()
 
 
+def unwrapped(model):
+    in_mixed_precision(model)
+    accelerate.utils.extract_model_from_parallel(model, keep_fp32_wrapper=False)
+
+
 over_wrappers = pytest.mark.parametrize(
     "wrap",
     [
         in_mixed_precision,
+        unwrapped,
         accelerate.cpu_offload,
         lambda model: setattr(model, "forward", torch.compile(model.forward, backend="eager")),
     ],
-    ids=["precision", "offload", "compiled"],
+    ids=["precision", "unwrapped", "offload", "compiled"],
 )
 
 

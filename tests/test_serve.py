@@ -20,6 +20,7 @@ from transformers.generation.stopping_criteria import StopStringCriteria
 
 from looped_eval.serve.stop_texts import StopsInAnswer, StopTexts
 from looped_recipes.common.errors import CommandError
+from modeling_looped import shared_passes
 from modeling_looped.row_prompts import Prompt
 from modeling_looped.shared_passes import SharedPasses
 from tests.helpers import tiny_model, tiny_tokenizer, wait_until
@@ -185,6 +186,9 @@ BAD_TO_READ = [  # refused before it matters whether an answer is streamed
     ({"generation_config": '{"prefill_chunk_size": [1]}'}, "prefill_chunk_size=.1., which must be a whole number"),
     ({"generation_config": '{"encoder_no_repeat_ngram_size": 81}'}, "ngram_size=81, which must be .* from 0 to 80"),
     ({"generation_config": '{"max_cache_len": 81}'}, "max_cache_len=81, which must be a whole number from 1 to 80"),
+    ({"generation_config": '{"temperature": 1e-300, "do_sample": true}'}, "temperature=1e-300 is next to 0"),
+    ({"generation_config": '{"top_p": 7, "do_sample": true}'}, "top_p=7 is no probability"),
+    ({"generation_config": '{"num_beams": 2, "length_penalty": 1e308}'}, "what fails here: .*out of range"),
     ({"generation_config": '{"zzqq": 1}'}, "generation_config has zzqq, which nothing reads"),
     ({"generation_config": '{"max_new_tokens": 2}'}, "max_tokens and generation_config both say how long"),
     ({"top_k": 5}, "top_k: put it in generation_config, a text that holds JSON"),
@@ -637,6 +641,23 @@ def test_what_asks_for_nothing(served):
     fields = {"n": 1, "logprobs": False, "tool_choice": "auto", "response_format": {"type": "text"}, "store": False}
     turns = [{"role": "user", "content": "b c"}]
     assert served[2].chat.completions.create(model="tiny", messages=turns, max_tokens=2, extra_body=fields).choices
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"echo": True, "logprobs": 2}, {"generation_config": '{"num_beams": 2}'}],
+    ids=["plain", "echo", "beams"],
+)
+def test_a_client_that_leaves_gives_up_its_place(served, monkeypatch, more):
+    monkeypatch.setattr(shared_passes, "CHECK_SECONDS", 0.01)
+    *_, passes, port = served
+    with passes.room(4, 10):
+        connection = HTTPConnection("127.0.0.1", port)
+        body = json.dumps({"model": "tiny", "prompt": "a b", "max_tokens": 3, **more})
+        connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+        wait_until(lambda: len(passes._waiting) == 1)
+        connection.close()
+        wait_until(lambda: not passes._waiting)
 
 
 def test_an_answer_as_long_as_there_is_room(served):

@@ -56,6 +56,7 @@ REFUSED = {
     "pad token outside": ({"pad_token_id": 99}, ["pad_token_id", "99", "vocab_size"]),
     "unknown rope": ({"rope_parameters": {"rope_type": "spiral"}}, ["rope_type", "spiral", "yarn"]),
     "rope base not a number": ({"rope_theta": float("nan")}, ["rope_theta=nan", "finite"]),
+    "rope base below 0": ({"rope_theta": -10000.0}, ["rope_theta=-10000.0", "above 0"]),
     "endless rope factor of a layer type": (
         {
             "rope_parameters": {**NESTED_ROPE, "full_attention": {**ROPE, "factor": float("inf")}},

@@ -83,11 +83,7 @@ def check_body(body: dict, model_config: PreTrainedConfig):
         value = body.get(name)
         if value is not None and type(value) not in types:
             raise ValueError(f"{name}={value!r} must be {form}")
-    if (temperature := body.get("temperature")) is not None and temperature < LEAST_TEMPERATURE and temperature != 0:
-        where = "below" if temperature < 0 else "next to"
-        raise ValueError(f"temperature={temperature} is {where} 0: pass 0, which takes the likeliest token")
-    if (top_p := body.get("top_p")) is not None and not 0 <= top_p <= 1:
-        raise ValueError(f"top_p={top_p} is no probability: pass one from 0 to 1")
+    check_sampling(body)
     if "prompt" in body and not (is_prompt(prompt := body["prompt"]) or is_list_of_prompts(prompt)):
         raise ValueError(
             f"prompt={prompt!r} must be a text, the numbers of its tokens, or a list of texts or of these"
@@ -173,6 +169,15 @@ def check_finite(fields: dict):
             raise ValueError(f"{name}={value!r} must have no NaN and nothing infinite: pass finite numbers") from None
 
 
+def check_sampling(fields: dict):
+    temperature, top_p = fields.get("temperature"), fields.get("top_p")
+    if isinstance(temperature, (int, float)) and temperature < LEAST_TEMPERATURE and temperature != 0:
+        where = "below" if temperature < 0 else "next to"
+        raise ValueError(f"temperature={temperature} is {where} 0: pass 0, which takes the likeliest token")
+    if isinstance(top_p, (int, float)) and not 0 <= top_p <= 1:
+        raise ValueError(f"top_p={top_p} is no probability: pass one from 0 to 1")
+
+
 def check_config(text: str, body: dict, model_config: PreTrainedConfig):
     try:
         config = json.loads(text)
@@ -184,6 +189,7 @@ def check_config(text: str, body: dict, model_config: PreTrainedConfig):
         refuse_foreign(unread, GENERATION_FIELDS | DEPTH_FIELDS.keys(), "generation_config")
         raise ValueError(f"generation_config has {', '.join(unread)}, which nothing reads: leave it out")
     check_finite(config)
+    check_sampling(config)
     check_counts(config, model_config.max_position_embeddings)
     vocab_size = model_config.vocab_size
     for name in sorted(config.keys() & FIELDS_OF_TOKENS):

@@ -12,7 +12,7 @@ from transformers.cli.serving.utils import GenerateManager
 from transformers.generation import BaseStreamer
 
 from modeling_looped.overrides import is_as_written
-from modeling_looped.shared_passes import SharedPasses
+from modeling_looped.shared_passes import SharedPasses, checked_by
 
 from .answer_parts import AnswerParts
 from .asked import Asked, current_request
@@ -113,13 +113,14 @@ class ModelOfRequest:
         asked, prompt = self.asked, kwargs["input_ids"]
         config.return_dict_in_generate, config.output_logits = True, asked.likeliest is not None
         settings = {**kwargs, **asked.fields}
+        check = partial(check_client, streamer or self.until_cancelled)
         if asked.echoes and asked.likeliest is not None:
-            self.read_prompt(prompt)
+            with checked_by(check):
+                self.read_prompt(prompt)
         if asked.is_prompt_alone:
             self.note_likelihoods(kwargs["tokenizer"], prompt[0].tolist(), length)
             return prompt
         try:
-            check = partial(check_client, streamer or self.until_cancelled)
             result = self.passes.generate(streamer=streamer, check=check, **settings)
         except (ValueError, TypeError, RuntimeError) as error:
             if streamer is None or streamer is self.until_cancelled:
@@ -179,7 +180,7 @@ class SharedGenerateManager(GenerateManager):
             raise
         except (ValueError, TypeError) as error:
             raise bad_request(error) from error
-        except (LookupError, AttributeError, ImportError) as error:
+        except (LookupError, ArithmeticError, AttributeError, ImportError) as error:
             if not current_request.get().has_config:
                 raise
             raise bad_request(ValueError(f"generation_config asks for what fails here: {error}")) from error

@@ -13,7 +13,8 @@ from fsspec import AbstractFileSystem, register_implementation
 from pyarrow.types import is_null
 
 
-NULL_LINE = re.compile(rb"(?:^(?:\xef\xbb\xbf)?|\n)[ \t\r]*null(?![ \t\r]*[,\]}])")
+NULL_LINE = re.compile(rb"(?:^|\n)[ \t\r]*null(?![ \t\r]*[,\]}])")
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 BLOCK = 2**24  # bytes
 
 
@@ -65,8 +66,9 @@ class WithoutBlankLines(io.RawIOBase):
     """A file of JSON without its blank lines, which `datasets` does not take where other columns hold values of
     several kinds. Lines that begin with null are refused: pyarrow's parser crashes where a block begins with one."""
 
-    def __init__(self, file):
-        self.file, self.lines = file, memoryview(b"")  # lines: read, but not yet used
+    def __init__(self, path: str):
+        self.path, self.file = path, xopen(path, "rb")
+        self.lines = memoryview(b"")  # read, but not yet used
 
     def readable(self) -> bool:
         return True
@@ -76,8 +78,9 @@ class WithoutBlankLines(io.RawIOBase):
             block = self.file.read(BLOCK) + self.file.readline()
             if not block:
                 return 0
+            block = block.removeprefix(BYTE_ORDER_MARK)
             if NULL_LINE.search(block):
-                raise ValueError("a line begins with null; leave it out")
+                raise ValueError(f"{self.path} holds a line that begins with null; leave it out")
             self.lines = memoryview(b"".join(filter(bytes.strip, block.splitlines(keepends=True))))
         size = min(len(buffer), len(self.lines))
         buffer[:size], self.lines = self.lines[:size], self.lines[size:]
@@ -89,7 +92,7 @@ class WithoutBlankLines(io.RawIOBase):
 
 
 class FilesWithoutBlankLines(AbstractFileSystem):
-    """Lets `datasets` open a file as `WithoutBlankLines`."""
+    """Lets `datasets` open a file of lines as `WithoutBlankLines`."""
 
     protocol = "without-blank-lines"
 
@@ -98,8 +101,9 @@ class FilesWithoutBlankLines(AbstractFileSystem):
         return f"{cls.protocol}://{quote(file, safe='')}"
 
     def open(self, path, mode="rb", **kwargs):
-        lines = io.BufferedReader(WithoutBlankLines(xopen(unquote(path), "rb")))
-        return lines if "b" in mode else io.TextIOWrapper(lines, encoding="utf-8")
+        if "b" not in mode:  # one value of JSON, with the encoding of the dataset's card
+            return xopen(unquote(path), mode, **self.storage_options)
+        return io.BufferedReader(WithoutBlankLines(unquote(path)))
 
 
 register_implementation(FilesWithoutBlankLines.protocol, FilesWithoutBlankLines)
