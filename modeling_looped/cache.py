@@ -139,6 +139,7 @@ class LoopedCache(DynamicCache):
         self.buffers: list[torch.Tensor] = []
         self.max_length = 0  # of the generation that fills the buffers
         self.bytes_of_token = 0  # bytes in the buffers for one token of every row
+        self.is_on_cpu = False  # whether all buffers are; a model's layers may lie on several devices
         kinds = config.types_of_slots(1)  # those of deeper loops are the same
         self.windows = [config.sliding_window if kind == "sliding_attention" else None for kind in kinds]
         # by (heads, head_dim): room for what one row sees, converted to floats, [1, heads, 2, capacity, head_dim]
@@ -184,6 +185,7 @@ class LoopedCache(DynamicCache):
             self.buffers.append(buffer)
             self.point_slots_at_buffer(first_slot, length)
         self.bytes_of_token = sum(buffer[..., :1, :].nbytes for buffer in self.buffers)
+        self.is_on_cpu = all(buffer.device.type == "cpu" for buffer in self.buffers)
 
     def as_stored(self, states: torch.Tensor) -> torch.Tensor:
         return to_int8(states) if self.is_int8 else states
@@ -258,7 +260,8 @@ class LoopedCache(DynamicCache):
                 continue
             of_tokens = [[numbers[i] for i in members] for numbers in (rows, places)]
             its_rows, its_places = on_device(of_tokens, core[0].device).unbind()
-            for buffer in core:
+            for buffer in core:  # may lie on another device
+                its_rows, its_places = its_rows.to(buffer.device), its_places.to(buffer.device)
                 buffer[its_rows, ran:, :, :, its_places] = buffer[its_rows, ran - 1, :, :, its_places].unsqueeze(1)
 
 

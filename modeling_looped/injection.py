@@ -19,10 +19,10 @@ from .tensors import wide_dtype
 
 
 def where_first(first, if_first, otherwise):
-    """Return `if_first` in rows at loop 0, `otherwise` in all other rows."""
+    """Return `if_first` in rows at loop 0, `otherwise` in all other rows, on the device of `if_first`."""
     if isinstance(first, bool):
         return if_first if first else otherwise
-    return torch.where(first, if_first, otherwise)
+    return torch.where(first.to(if_first.device), if_first, otherwise.to(if_first.device))
 
 
 class LoopChangeGate(nn.Module):

@@ -505,7 +505,8 @@ class LoopedModel(LoopedPreTrainedModel):
         reached = below == from_there_on or has_reached(self.trained_depth, depth, x.device)
         if isinstance(reached, bool):
             return self._read(from_there_on if reached else below, x, depth)
-        return torch.where(reached, self._read(from_there_on, x, depth), self._read(below, x, depth))
+        deep, shallow = self._read(from_there_on, x, depth), self._read(below, x, depth)
+        return torch.where(reached.to(deep.device), deep, shallow.to(deep.device))
 
     def _read(self, kind: str, x, depth):
         if kind == "alpha":

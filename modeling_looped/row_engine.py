@@ -42,6 +42,9 @@ def obstacle_to_row_engine(model, processors, criteria, config, synced_gpus: boo
         f"attn_implementation={implementation!r}": implementation not in ("sdpa", "eager", FLEX),
         f"attn_implementation={implementation!r} and cache_dtype='int8'": implementation == FLEX
         and config.depth_options.is_int8,
+        # pages of all layers have tables in common
+        f"attn_implementation={implementation!r} and layers on several devices": implementation == FLEX
+        and is_split(model),
         "use_cache=False": not model_kwargs.get("use_cache", True),
         "output_attentions": config.output_attentions,
         "output_hidden_states": config.output_hidden_states,

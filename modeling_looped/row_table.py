@@ -17,7 +17,8 @@ class RowTable(dict):
     """Tensors of all rows by name, [rows, ...] each: the current tokens, what criteria remember of them, and the loop
     at which they passed a check.
 
-    Nothing is written in place, so a copy of the dict is enough for `go_back`.
+    Nothing is written in place, so a copy of the dict is enough for `go_back`. Where layers lie on several devices, so
+    may the tensors: a new state comes from the embedding's device, the state after a loop from the last layer's.
     """
 
     num_rows = 0
@@ -39,7 +40,7 @@ class RowTable(dict):
         if not held or len(rows) == self.num_rows:
             return held
         index = on_device(rows, next(iter(held.values())).device)
-        return {name: tensor[index] for name, tensor in held.items()}
+        return {name: tensor[index.to(tensor.device)] for name, tensor in held.items()}
 
     def put(self, rows: list[int], tensors: Mapping[str, torch.Tensor | None]):
         given = {name: values for name, values in tensors.items() if values is not None}
@@ -50,8 +51,8 @@ class RowTable(dict):
         for name, values in given.items():
             if name not in self:
                 self[name] = values.new_full((self.num_rows, *values.shape[1:]), AT_FIRST.get(name, 0))
-            index = index.to(values.device)  # layers may lie on several devices
-            self[name] = self[name].index_copy(0, index, values)
+            place = self[name].device
+            self[name] = self[name].index_copy(0, index.to(place), values.to(place))
 
     def forget(self, rows: list[int]):
         """Reset what criteria remember of these rows, and the loops at which they passed a check."""

@@ -82,7 +82,8 @@ class Padding:
         """Return where these rows hold tokens, [rows, 1, length]; None without padding."""
         if self.mask is None:
             return None
-        return pad(self.mask, (0, length - self.mask.shape[1]), value=True)[rows, None]
+        mask = self.mask.to(rows.device)
+        return pad(mask, (0, length - mask.shape[1]), value=True)[rows, None]
 
 
 class Span(NamedTuple):
@@ -126,13 +127,13 @@ class RowView:
         self.cache, self.padding, self.end = cache, padding, max(places) + 1
         cache.reserve(self.end)
         self.rows, self.places = rows, places
-        device, num_rows = cache.buffers[0].device, len(cache.buffers[0])
+        num_rows = len(cache.buffers[0])
         all_at_one_loop = rows == list(range(num_rows)) and len(set(loops)) == 1
         together = all_at_one_loop and len(set(places)) == 1
         self.place = places[0] if together else None  # if all rows share one: slices, nothing is copied
         # row by row: what a row sees must lie in one piece, and the kernel has no softcap
         has_softcap = cache.model_config.attention_softcap is not None
-        self.can_go_by_row = device.type == "cpu" and not padding.has_holes and not has_softcap
+        self.can_go_by_row = cache.is_on_cpu and not padding.has_holes and not has_softcap
         self.goes_by_row = self.can_go_by_row and (cache.is_int8 or not together)
         self.in_step = all_at_one_loop and self.end <= 2 * min(places)
         self.go_to(loops)
@@ -211,7 +212,8 @@ class RowView:
         seen, window = self.seen(keys, values, slot), self.cache.windows[slot]
         if window not in self.masks_by_window:
             self.masks_by_window[window] = self.mask(window)
-        mask = self.masks_by_window[window]
+        if (mask := self.masks_by_window[window]) is not None:
+            mask = mask.to(seen.device)
         if self.cache.is_int8:
             return attend_to_int8(queries, steps_of(seen).to(wide_dtype(queries)), sizes_of(seen), mask, scaling)
         keys, values = seen.unbind(2)
@@ -231,10 +233,11 @@ class RowView:
         if keys is None or values is None or not self.writing:
             return
         loops_stored = buffer.shape[1]
-        if loops_stored not in self.written_at:  # the same in all layers of a section
+        kind = loops_stored, buffer.device
+        if kind not in self.written_at:  # the same in all layers of a section
             cells = [(self.rows[i], index_of_loop(self.loops[i], loops_stored), self.places[i]) for i in self.writing]
-            self.written_at[loops_stored] = on_device(cells, buffer.device).unbind(1)
-        rows, loops, places = self.written_at[loops_stored]
+            self.written_at[kind] = on_device(cells, buffer.device).unbind(1)
+        rows, loops, places = self.written_at[kind]
         buffer[rows, loops, :, :, places] = self.stored(keys, values)
 
     def stored(self, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

@@ -199,5 +199,9 @@ def test_what_goes_without_pages():
     ids = {"input_ids": random_ids(1, 5), "max_new_tokens": 3, **GREEDY}
     with pytest.raises(ValueError, match="attn_implementation='flex_attention' and cache_dtype='int8'"):
         model.generate(**ids, cache_dtype="int8", **exits)
+    vars(model)["hf_device_map"] = {"model": 0, "lm_head": 1}
+    with pytest.raises(ValueError, match="attn_implementation='flex_attention' and layers on several devices"):
+        model.generate(**ids, **exits)
+    del model.hf_device_map
     expected = without_pages(model, ids)
     assert_same([model.generate(**ids)], [expected])  # at one depth: transformers' own loop
