@@ -57,6 +57,11 @@ class SharedPasses:
 
     def __init__(self, model, max_rows: int = 8, max_tokens: int | None = None, prompt_tokens: int | None = None):
         self.model, self.max_rows = model, check_count("max_rows", max_rows)
+        if (model.tp_size or 1) > 1:  # threads arrive in another order on every rank, whose passes would not match
+            raise ValueError(
+                f"requests share no passes under tensor parallelism (tp_size={model.tp_size}), whose ranks must run "
+                "the same passes: call generate of the model with a batch of prompts"
+            )
         if prompt_tokens is None:
             prompt_tokens = PROMPT_TOKENS_ON_CPU if model.device.type == "cpu" else PROMPT_TOKENS
         self.prompt_tokens = check_count("prompt_tokens", prompt_tokens)

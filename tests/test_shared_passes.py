@@ -623,6 +623,15 @@ def test_requests_wait_for_room():
         SharedPasses(model, max_rows=0)
 
 
+def test_ranks_of_tensor_parallelism_share_no_passes():
+    model = build("plain")
+    model._tp_size = 2
+    with pytest.raises(ValueError, match="tensor parallelism .tp_size=2.*call generate"):
+        SharedPasses(model)
+    with pytest.raises(ValueError, match="tensor parallelism .tp_size=2.*call generate"):
+        model.generate_batch([[3, 4]], max_new_tokens=2, num_loops=2)
+
+
 def test_a_client_that_leaves_while_it_waits_for_room(monkeypatch):
     """It gives its place to the one behind it."""
     monkeypatch.setattr(shared_passes, "CHECK_SECONDS", 0.01)
