@@ -457,7 +457,7 @@ class SeededStates:
             generator = generator_of("initial_state", self.seed, position)
             self.drawn.append(self.model.sample_initial_state(1, 1, generator)[0, 0])
         states = torch.stack([self.drawn[i] for i in positions.flatten().tolist()]).view(*positions.shape, -1)
-        return states.expand(len(tokens), -1, -1).to(self.model.device)
+        return states.expand(len(tokens), -1, -1).to(tokens.device)
 
 
 class StreamerOfDepths(BaseStreamer):

@@ -315,9 +315,11 @@ def generate_together(model, inputs, generation_config, fields: dict, max_rows: 
 
     first_error: list[Exception] = []
 
+    device = "cpu" if model.device.type == "meta" else model.device  # "meta" where the embedding is offloaded
+
     def generate(i: int) -> GenerationOutput:
         of_prompt = fields_of(i)
-        prompt = torch.tensor([inputs[i]], device=model.device)
+        prompt = torch.tensor([inputs[i]], device=device)
         settings: dict[str, Any] = {"attention_mask": torch.ones_like(prompt), **kwargs, **of_prompt}
         settings["return_dict_in_generate"] = True
         output = GenerationOutput(f"req_{i}", prompt_ids=list(inputs[i]))

@@ -17,6 +17,7 @@ from modeling_looped import (
     LoopedForSequenceClassification,
     LoopedForTokenClassification,
 )
+from modeling_looped.formats.writing import save_public
 from tests.helpers import SECTIONS, quick_and_slow, random_ids, tiny_model, tiny_tokenizer
 
 
@@ -496,6 +497,24 @@ def test_weights_on_disk(system, tmp_path):
             assert torch.equal(loaded(ids, num_loops=num_loops).logits, model(ids, num_loops=num_loops).logits)
     arguments = {"num_loops": 2, "max_new_tokens": 4, "do_sample": False}
     assert torch.equal(loaded.generate(ids, **arguments), model.generate(ids, **arguments))
+
+
+def test_an_offloaded_embedding(tmp_path):
+    model = build("plain", state_init="normal", injection="concat")
+    model.save_pretrained(tmp_path / "model")
+    loaded = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "model", device_map={"": "disk"}, offload_folder=str(tmp_path / "offload")
+    )
+    assert loaded.device.type == "meta" and loaded.model.sample_initial_state(1, 2).device.type == "cpu"
+    arguments = {"max_new_tokens": 4, "do_sample": False}
+    ids = random_ids(2, 5, VOCABULARY)
+    seeded = [each.generate(ids, state_seed=1, **arguments) for each in (loaded, model)]
+    assert torch.equal(*seeded)
+    answers = [each.generate_batch(ids.tolist(), num_loops=2, **arguments) for each in (loaded, model)]
+    assert len({str([output.generated_tokens for output in of_model.values()]) for of_model in answers}) == 1
+    assert all(output.generated_tokens for output in answers[0].values())
+    with pytest.raises(ValueError, match="tensors are offloaded .*embed_tokens.*save_pretrained"):
+        save_public(loaded, tmp_path / "public", "huginn")
 
 
 def test_blocks_are_not_split_over_devices():

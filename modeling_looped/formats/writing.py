@@ -38,6 +38,7 @@ def save_public(model, folder, to: str, unroll: bool = False, tokenizer_of=None)
     if unroll and to != LLAMA.name:
         raise ValueError(f"unroll is of llama, which has no loops; {to!r} has")
     refuse_quantized(model)
+    refuse_offloaded(model)
     layout, config, tensors = LAYOUTS[to], model.config, model.state_dict()
     generation = getattr(model, "generation_config", None)
     if generation is not None:
@@ -60,6 +61,14 @@ def refuse_quantized(model):
         raise ValueError(
             f"the weights of {model.config.name_or_path or 'the model'} are quantized: convert the model as it was "
             "before, and quantize the result"
+        )
+
+
+def refuse_offloaded(model):
+    if offloaded := [name for name, tensor in model.state_dict().items() if tensor.is_meta]:
+        raise ValueError(
+            f"{len(offloaded)} tensors are offloaded or on the meta device, e.g. {offloaded[0]}: save the model by "
+            "save_pretrained, and convert that folder by `looped convert`"
         )
 
 
