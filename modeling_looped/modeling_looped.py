@@ -533,7 +533,6 @@ class LoopedModel(LoopedPreTrainedModel):
         if std is None:
             std = small_std(self.config.hidden_size) * self.config.embedding_scale
         device = self.device if generator is None else generator.device
-        device = "cpu" if device.type == "meta" else device  # the embedding is offloaded
         state = torch.empty(batch_size, length, self.config.state_size, device=device)
         return truncated_normal_(state, std, generator)
 

@@ -505,7 +505,7 @@ def test_an_offloaded_embedding(tmp_path):
     loaded = AutoModelForCausalLM.from_pretrained(
         tmp_path / "model", device_map={"": "disk"}, offload_folder=str(tmp_path / "offload")
     )
-    assert loaded.device.type == "meta" and loaded.model.sample_initial_state(1, 2).device.type == "cpu"
+    assert loaded.device.type == "meta"
     arguments = {"max_new_tokens": 4, "do_sample": False}
     ids = random_ids(2, 5, VOCABULARY)
     seeded = [each.generate(ids, state_seed=1, **arguments) for each in (loaded, model)]

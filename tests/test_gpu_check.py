@@ -170,11 +170,14 @@ def test_every_piece_says_what_it_measures(piece, is_tiny, tmp_path):
     assert len(set(names)) == len(names) and (names or (is_tiny and piece.name == "compiled_tests"))
 
 
+MARKS = "pytest.mark.gpu", "pytestmark = pytest.mark.gpu", "pytestmark = [pytest.mark.gpu"
+
+
 def test_files_with_tests_for_a_gpu_are_found(tmp_path):
     marked = {
         path.stem
         for path in (ROOT / "tests").rglob("test_*.py")
-        if any(line in ("@pytest.mark.gpu", "pytestmark = pytest.mark.gpu") for line in path.read_text().splitlines())
+        if any(line.removeprefix("@").startswith(MARKS) for line in path.read_text().splitlines())
     }
     pieces = [piece for piece in PIECES if piece.name in ("tests", "compiled_tests")]
     found = [measurement.name for piece in pieces for measurement in piece.measurements(Setting(tmp_path, "cpu"))]

@@ -13,7 +13,7 @@ from .ledger import Ledger
 from .pieces import Measurement, Setting
 
 
-MARK = re.compile(r"^(@|pytestmark = )pytest\.mark\.gpu$", re.MULTILINE)
+MARK = re.compile(r"^(@|pytestmark = \[?)pytest\.mark\.gpu\b", re.MULTILINE)
 OUTCOME = re.compile(r"::.* (PASSED|FAILED|SKIPPED|ERROR)\b.*%\]$")  # line that pytest prints as a test ends
 COMPILING = "test_compiled"
 
