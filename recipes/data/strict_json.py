@@ -12,6 +12,8 @@ from datasets.utils.file_utils import xopen
 from fsspec import AbstractFileSystem, register_implementation
 from pyarrow.types import is_null
 
+from .derived_file import DerivedFile
+
 
 NULL_LINE = re.compile(rb"(?:^|\n)[ \t\r]*null(?![ \t\r]*[,\]}])")
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -62,33 +64,22 @@ def strict_about_text(reader: DatasetBuilder, column: str) -> str:
     return f"-texts-{hashlib.sha256(column.encode()).hexdigest()[:16]}"
 
 
-class WithoutBlankLines(io.RawIOBase):
+class WithoutBlankLines(DerivedFile):
     """A file of JSON without its blank lines, which `datasets` does not take where other columns hold values of
     several kinds. Lines that begin with null are refused: pyarrow's parser crashes where a block begins with one."""
 
     def __init__(self, path: str):
-        self.path, self.file = path, xopen(path, "rb")
-        self.lines = memoryview(b"")  # read, but not yet used
+        super().__init__(xopen(path, "rb"))
+        self.path = path
 
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer) -> int:
-        while not self.lines:
-            block = self.file.read(BLOCK) + self.file.readline()
-            if not block:
-                return 0
-            block = block.removeprefix(BYTE_ORDER_MARK)
-            if NULL_LINE.search(block):
-                raise ValueError(f"{self.path} holds a line that begins with null; leave it out")
-            self.lines = memoryview(b"".join(filter(bytes.strip, block.splitlines(keepends=True))))
-        size = min(len(buffer), len(self.lines))
-        buffer[:size], self.lines = self.lines[:size], self.lines[size:]
-        return size
-
-    def close(self):
-        self.file.close()
-        super().close()
+    def more(self) -> bytes | None:
+        block = self.file.read(BLOCK) + self.file.readline()
+        if not block:
+            return None
+        block = block.removeprefix(BYTE_ORDER_MARK)
+        if NULL_LINE.search(block):
+            raise ValueError(f"{self.path} holds a line that begins with null; leave it out")
+        return b"".join(filter(bytes.strip, block.splitlines(keepends=True)))
 
 
 class FilesWithoutBlankLines(AbstractFileSystem):

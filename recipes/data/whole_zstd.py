@@ -4,6 +4,8 @@ import io
 
 from fsspec.compression import compr, register_compression
 
+from .derived_file import DerivedFile
+
 
 try:
     from zstandard import ZstdDecompressor
@@ -13,36 +15,26 @@ except ImportError:
 BLOCK = 2**16  # compressed bytes
 
 
-class WholeFrames(io.RawIOBase):
+class WholeFrames(DerivedFile):
     """What the frames of a file hold, one after the other; an EOFError if the file ends within a frame."""
 
     def __init__(self, file):
-        self.file = file
+        super().__init__(file)
         self.frame = None  # decompressor of the frame that is being read
-        self.compressed, self.decompressed = b"", memoryview(b"")  # read, but not yet used
+        self.compressed = b""  # read, but not yet used
 
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer) -> int:
-        while not self.decompressed:
-            block = self.compressed or self.file.read(BLOCK)
-            if not block and self.frame is not None:
-                raise EOFError("the file ends within a frame of zstd: it was cut")
-            if not block:
-                return 0
-            self.frame = self.frame or ZstdDecompressor().decompressobj()
-            self.decompressed = memoryview(self.frame.decompress(block))
-            self.compressed = self.frame.unused_data
-            if self.frame.eof:
-                self.frame = None
-        size = min(len(buffer), len(self.decompressed))
-        buffer[:size], self.decompressed = self.decompressed[:size], self.decompressed[size:]
-        return size
-
-    def close(self):
-        self.file.close()
-        super().close()
+    def more(self) -> bytes | None:
+        block = self.compressed or self.file.read(BLOCK)
+        if not block and self.frame is not None:
+            raise EOFError("the file ends within a frame of zstd: it was cut")
+        if not block:
+            return None
+        self.frame = self.frame or ZstdDecompressor().decompressobj()
+        decompressed = self.frame.decompress(block)
+        self.compressed = self.frame.unused_data
+        if self.frame.eof:
+            self.frame = None
+        return decompressed
 
 
 def read_whole_frames():
