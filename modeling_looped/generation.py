@@ -366,11 +366,10 @@ class LoopedGenerationMixin(Generative):
         given = {name: kwargs.pop(name) for name in DEPTH_FIELDS if name in kwargs}
         asked = {name: value for name, value in given.items() if value is not None}
         asked = asked or beside_defaults(generation_config)
-        if continuous_batching_config is not None and as_python(asked.get("num_loops")) == self.config.num_loops:
-            del asked["num_loops"]  # continuous batching runs at this depth
+        if continuous_batching_config is not None:  # it runs at the config's depth
+            asked = beside_depth(asked, self.config.num_loops)
         saved = {name: value for name, value in beside_defaults(self.generation_config).items() if name not in given}
-        if saved.get("num_loops") == self.config.num_loops:
-            del saved["num_loops"]
+        saved = beside_depth(saved, self.config.num_loops)
         if kwargs.get("cache_implementation") == "paged" and asked:  # generate and this method would call each other
             raise ValueError(
                 f"cache_implementation='paged' does not take {listed(asked)}: leave out cache_implementation"
@@ -395,10 +394,7 @@ class LoopedGenerationMixin(Generative):
     def init_continuous_batching(self, generation_config=None, *args, **kwargs):
         check_softcap(self.config.attention_softcap, "paged|eager")
         if generation_config not in (None, self.generation_config):
-            fields = beside_defaults(generation_config)
-            if as_python(fields.get("num_loops")) == self.config.num_loops:
-                del fields["num_loops"]
-            if fields:
+            if fields := beside_depth(beside_defaults(generation_config), self.config.num_loops):
                 raise ValueError(
                     "continuous batching of transformers runs every sequence at "
                     f"config.num_loops={self.config.num_loops} and does not take {listed(fields)}: use "
@@ -435,6 +431,11 @@ def check_prompt(prompt):
 
 def beside_defaults(generation_config) -> dict:
     return {name: value for name, value in set_fields(generation_config).items() if value != DEPTH_FIELDS[name]}
+
+
+def beside_depth(fields: dict, num_loops: int) -> dict:
+    """Return the fields without a `num_loops` that is this one."""
+    return {name: value for name, value in fields.items() if name != "num_loops" or as_python(value) != num_loops}
 
 
 class SeededStates:
