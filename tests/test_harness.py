@@ -21,6 +21,7 @@ from lm_eval.api.model import CachingLM
 from lm_eval.config.evaluate_config import EvaluatorConfig
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
+from tokenizers.processors import TemplateProcessing
 
 from looped_eval.budget import command as budget
 from looped_eval.harness import command as harness
@@ -321,6 +322,20 @@ def test_perplexity_and_bits_per_byte(model, manager):
         num_words += len(row["text"].split())
     assert bits["bits_per_byte,none"] == pytest.approx(nats / num_bytes / torch.tensor(2.0).log().item(), rel=1e-5)
     assert bits["word_perplexity,none"] == pytest.approx(torch.tensor(nats / num_words).exp().item(), rel=1e-5)
+
+
+def test_a_document_has_one_start_token_also_where_the_tokenizer_adds_its_own(model):
+    tokenizers = {"none": tiny_tokenizer(), "own": tiny_tokenizer()}
+    start = [("<s>", tokenizers["own"].bos_token_id)]
+    tokenizers["own"].backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=start)
+    assert tokenizers["own"]("a")["input_ids"] == [1, 4]
+    texts = "a b c", words(random.Random(2), 70)
+    asked = [Instance("loglikelihood_rolling", {}, (text,), 0, ("", 0, 1)) for text in texts]
+    found = {}
+    for name, tokenizer in tokenizers.items():
+        lm = LoopedLM(model, num_loops=[1, 3], batch_size=1, device="cpu", tokenizer=tokenizer)
+        found[name] = [lm.at(depth).loglikelihood_rolling(asked, True) for depth in (1, 3)]
+    assert found["own"] == found["none"]
 
 
 def test_texts_that_differ_in_their_last_token_alone(model):

@@ -79,7 +79,7 @@ def read_texts(path: str, limit: float | None) -> list[str]:
 
 def score_texts(lm: LoopedLM, texts: list[str]) -> RowScores:
     """Score each text separately; special tokens are context and count in neither sum."""
-    documents = [lm.tok_encode(text, add_special_tokens=False) for text in texts]
+    documents = [lm.tokens_of_document(text) for text in texts]
     nats = -torch.stack(lm.score_documents(documents), dim=-1)[:, 0]
     tokens, num_bytes = (torch.tensor(sizes, dtype=torch.float64) for sizes in (
         [len(document) for document in documents], [len(text.encode()) for text in texts]

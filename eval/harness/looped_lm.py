@@ -42,6 +42,7 @@ from .question import check_question, join_depths, refuse_depths_in
 
 
 logger = logging.getLogger(__name__)
+SCORING = 2  # raised when a request gets another answer of the same model, so that kept ones are not recalled
 
 
 class Loops(NamedTuple):
@@ -212,7 +213,7 @@ class LoopedLM(HFLM):
 
     def _key(self, kind: str, arguments, depth: int) -> str:
         model = [str(self.config._name_or_path), *self._state_of_model, self._present]
-        return hash_args(kind, [*model, depth, str(self.rule), *self._seeded(), *arguments])
+        return hash_args(kind, [SCORING, *model, depth, str(self.rule), *self._seeded(), *arguments])
 
     def _seeded(self) -> list:
         return [] if self.state_seed is None else [f"state_seed={self.state_seed}"]
@@ -290,8 +291,13 @@ class LoopedLM(HFLM):
                 self._keep("loglikelihood", arguments, depth, answer)
         self._write_kept()
 
+    def tokens_of_document(self, text: str) -> list[int]:
+        """Return the tokens of a text alone: `score_documents` begins with a start token, and the tokenizer's own
+        would be scored behind it as the first token of the text."""
+        return self.tok_encode(text, add_special_tokens=False)
+
     def _score_documents(self, requests):
-        documents = [self.tok_encode(request.args[0]) for request in requests]
+        documents = [self.tokens_of_document(request.args[0]) for request in requests]
         for request, document, sums in zip(requests, documents, self.score_documents(documents)):
             for depth, (log_p, _, loops) in zip(self.depths, sums.tolist()):
                 answer = Answer(log_p, int(loops), len(document))
