@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 
 import torch
+import torch.distributed as dist
 from transformers.utils import logging
 
 from .graph_decoding import next_logits
@@ -244,6 +245,10 @@ class Pipeline:
         if not rows:
             return
         self.planner.choose_plan(rows)
+        if (self.engine.model.tp_size or 1) > 1:  # ranks must run the same passes, but each measures its own times
+            mesh, plan = self.engine.model._device_mesh, [self.planner.plan]
+            dist.broadcast_object_list(plan, group=mesh.get_group(mesh.ndim - 1), group_src=0)
+            self.planner.plan = plan[0]
         if self.planner.plan is None and not self.planner.needs_trial(rows) and not self.stopped_drafting:
             self.stopped_drafting = True
             drafts = f"draft_loops={self.engine.options.draft_loops!r}"

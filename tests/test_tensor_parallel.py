@@ -28,12 +28,14 @@ SYSTEMS = {
 }
 INPUT_IDS = torch.arange(3, 21).view(2, 9)
 
-# What a rank does: outputs, gradients and tokens of every folder, to the folder. All ranks must agree on them.
+# What a rank does: outputs, gradients and tokens of every folder, to the folder. All ranks must agree on them. Then
+# drafts of the last model, where each rank would choose another plan, as by times of its own.
 RANK = """
-import sys, torch
+import faulthandler, sys, torch
 import torch.distributed as dist
 from transformers.distributed import DistributedConfig
 from modeling_looped import LoopedForCausalLM
+from modeling_looped.proposals import Plan, Planner
 
 torch.set_num_threads(1)
 input_ids = torch.arange(3, 21).view(2, 9)
@@ -52,6 +54,11 @@ for folder in sys.argv[1:]:
         static = model.generate(input_ids, max_new_tokens=5, do_sample=False, cache_implementation="static")
     torch.save([outputs.loss.detach(), mixed, tokens, static, gradients], f"{folder}/rank{dist.get_rank()}.pt")
     model.save_pretrained(f"{folder}/again")
+Planner.choose = lambda self, rows: Plan(1 + dist.get_rank(), None, 1)
+faulthandler.dump_traceback_later(60, exit=True)  # ranks whose passes differ would wait for each other
+drafted = model.generate(input_ids, max_new_tokens=16, do_sample=False, draft_loops="auto")
+faulthandler.cancel_dump_traceback_later()
+torch.save(drafted, f"{folder}/drafted{dist.get_rank()}.pt")
 dist.barrier()
 dist.destroy_process_group()
 """
@@ -129,6 +136,8 @@ def test_two_ranks_equal_one(tmp_path):
                 assert (found[name] - gradient).norm() < 1e-4 * gradient.norm(), (folder, rank, name)
         again = type(model).from_pretrained(f"{folder}/again")
         assert all(torch.equal(a, b) for a, b in zip(again.parameters(), model.parameters(), strict=True))
+    tokens = model.generate(INPUT_IDS, max_new_tokens=16, do_sample=False)
+    assert all(torch.equal(torch.load(f"{folder}/drafted{rank}.pt"), tokens) for rank in (0, 1))
 
 
 def test_norms_of_heads_are_whole_on_every_rank():
