@@ -219,7 +219,7 @@ ARGUMENTS_OF_TOOLS = frozenset(
     num_items_in_batch output_hidden_states output_attentions output_router_logits cu_seq_lens_q cu_seq_lens_k
     max_length_q max_length_k is_causal seq_idx return_dict return_loss cache_position token_type_ids shift_labels
     attention_instances forward_batch block_table read_index write_index logits_indices logits_processor_args
-    max_seqlen_q max_seqlen_k max_batch_tokens special_tokens_mask length tokenizer assistant_tokenizer
+    max_seqlen_q max_seqlen_k max_batch_tokens special_tokens_mask length tokenizer assistant_tokenizer logits_to_keep
     """.split()
 )
 

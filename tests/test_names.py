@@ -131,6 +131,7 @@ def test_what_nothing_knows_is_heard(said):
 def test_what_tools_pass_is_no_news(said, folder):
     model = tiny_model()
     model(IDS, num_items_in_batch=3, cu_seq_lens_q=None, return_dict=True, token_type_ids=IDS, is_causal=True)
+    model.model(IDS, logits_to_keep=1)  # TRL's distillation gives it to the trunk of any model whose forward names it
     model.generate(IDS, max_new_tokens=2, num_beams=2)
     fields = {"auto_map": {}, "quantization_config": None, "torch_dtype": "float32", "_attn_implementation": "sdpa"}
     fields |= {"tie_encoder_decoder": False}  # of older transformers, and close to is_encoder_decoder
