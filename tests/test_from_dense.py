@@ -281,6 +281,27 @@ def test_loops_with_weights_of_their_own_are_the_dense_layers(core_init, family)
     assert errors == sorted(errors)
 
 
+@pytest.mark.parametrize("core_init", ["lower", "stepwise"])
+@pytest.mark.parametrize(
+    "family, fields, differ",
+    [
+        ("olmo3", {}, r"layers 1, 3, but these differ in sliding window \(S, L\)"),
+        ("smollm3", {"no_rope_layers": [1, 1, 1, 0, 1, 1]}, r"layers 1, 3, .* rotary positions \(R, N\)"),
+        ("smollm3", {"no_rope_layers": [1, 1, 0, 1, 0, 1]}, None),
+        ("olmo3", {"layer_types": ["full_attention", "sliding_attention"] * 3}, None),
+    ],
+)
+def test_loops_with_weights_of_their_own_attend_as_the_dense_layers(family, fields, differ, core_init):
+    dense = dense_model(family, **fields)
+    options = {**TIED, "core_init": core_init, "loop_lora_rank": 48, "loop_norms": True}
+    if differ is None:
+        torch.testing.assert_close(logits(looped(dense, **options)), logits(dense), rtol=1e-3, atol=1e-3)
+        return
+    with pytest.raises(ValueError, match=differ):
+        looped(dense, **options)
+    assert looped(dense, core_init=core_init, **TIED).config.num_loops == 2
+
+
 def test_norms_of_each_loop_start_as_the_dense_ones():
     dense = dense_model()
     model = looped(dense, num_loops=2, loop_norms=True, loop_lora_rank=2, injection="concat")

@@ -175,7 +175,8 @@ def start_from_dense(
     core_init: "copy" copies the dense layers of the core one by one. The others make `num_core_layers` layers from
         `num_core_layers * num_loops` dense ones (relaxed recursion): "lower" takes the first ones, "stepwise" evenly
         spaced ones with the first and the last, "average" the mean of those that all loops would run at one place.
-        With a loop_lora_rank, each loop adds the difference of its dense layers from these, as far as the rank allows.
+        With a loop_lora_rank, each loop adds the difference of its dense layers from these, as far as the rank allows;
+        dense layers at one place that differ in sliding window or rotary positions are refused.
     num_loops: by default 1, or the number of dense layers in the core divided by `num_core_layers`.
     overrides: other fields of LoopedConfig. Those that act before the second loop (prelude_norm, injection_norm,
         residual_scaling, another readout_norm) change the model's function from the start.
@@ -188,9 +189,15 @@ def start_from_dense(
         raise ValueError("the dense weights are quantized: start from those before, and quantize the looped model")
     counts = num_prelude_layers, num_core_layers, num_coda_layers
     choice = choose_layers(dense_config.num_hidden_layers, *counts, num_loops, layers, core_init)
-    fields |= fields_of_layers(choice, fields.pop("layer_windows"), fields.pop("layer_ropes"))
+    letters = {"sliding window": fields.pop("layer_windows"), "rotary positions": fields.pop("layer_ropes")}
+    fields |= fields_of_layers(choice, *letters.values())
     plain = LoopedConfig(**fields, num_loops=1)
-    return Start(family, choice, plain, looped_config(plain, fields, choice.num_loops, injection, overrides))
+    config = looped_config(plain, fields, choice.num_loops, injection, overrides)
+    if choice.tied is not None and config.has_sets_in_core:
+        for what, of_dense in letters.items():
+            if of_dense is not None:
+                choice.check_loops(of_dense, what)
+    return Start(family, choice, plain, config)
 
 
 def fields_of_layers(choice: LayerChoice, windows: str | None, ropes: str | None) -> dict[str, Any]:

@@ -23,11 +23,25 @@ class LayerChoice(NamedTuple):
             if len(found) > 1:
                 raise ValueError(
                     f"the dense layers {', '.join(map(str, sources))} would become one, but differ in {what} "
-                    f"({', '.join(of_dense[layer] for layer in sources)}): use core_init='lower' or 'stepwise', or "
-                    "another number of core layers"
+                    f"({', '.join(of_dense[layer] for layer in sources)}): use another number of core layers, or "
+                    "core_init='lower' or 'stepwise' without loop_lora_rank and loop_norms"
                 )
             letters += found.pop()
         return letters
+
+    def check_loops(self, of_dense: str, what: str):
+        """Refuse loops with weights of their own if the dense layers that they stand for at one place differ."""
+        assert self.tied is not None
+        size = len(self.sources["core"])
+        for place in range(size):
+            layers = self.tied[place::size]
+            found = [of_dense[layer] for layer in layers]
+            if len(set(found)) > 1:
+                raise ValueError(
+                    f"with loop_lora_rank or loop_norms the loops of one layer stand for the dense layers "
+                    f"{', '.join(map(str, layers))}, but these differ in {what} ({', '.join(found)}), which all loops "
+                    f"share: use another number of core layers than {size}, or leave out loop_lora_rank and loop_norms"
+                )
 
 
 def choose_layers(
