@@ -220,6 +220,19 @@ def test_intervals_of_isoflop_exponents_hold_the_truth_as_often_as_they_say(nois
     assert all(181 <= count <= 198 for count in held.values()), held  # 190, and three standard deviations of that
 
 
+def test_isoflop_refuses_models_of_several_sizes():
+    """One moves to a larger model with the budget; each size has its own best depths."""
+    sizes = [
+        [{**row, "mean_depth": round(row["mean_depth"]), "effective_parameters": n} for row in isoflop_rows(budgets=c)]
+        for n, c in ((9e7, (1e15, 2e15, 4e15)), (2.3e8, (8e15, 1.6e16, 3.2e16)))
+    ]
+    words = r"mean depth 2 differ in size: fit each size apart, --by parameters .*effective_parameters: 9e.07, 2.3e.08"
+    with pytest.raises(FitError, match=words):
+        analyses.isoflop(table(sizes[0] + sizes[1]))
+    for rows in sizes:  # alone, also beside runs of one loop, whose size may be another
+        assert len(analyses.isoflop(table([*rows, {**rows[0], "mean_depth": 1, "effective_parameters": 7}]))["optima"])
+
+
 def test_a_flat_parabola_is_left_out_and_not_an_overflow():
     rows = isoflop_rows()
     for row in rows[:6]:

@@ -11,7 +11,7 @@ from looped_recipes.common.intervals import students_quantile
 
 from .fitting import Fit, FitError, bootstrap, draw_residuals, draw_runs, fit, huber, interval
 from .forms import ABOVE_FLOOR, CONDITIONING, PARAMETRIC, TEST_TIME, UNIFIED
-from .frontier import frontier, is_fixed_depth, measured_frontier
+from .frontier import frontier, is_fixed_depth, measured_frontier, parameters_of_depths
 from .run_table import RunTable
 
 
@@ -88,8 +88,12 @@ def law_of_optima(of_budgets: dict[float, Optimum]) -> dict:
 
 
 def isoflop(table: RunTable) -> dict:
-    """Fit parabolas through the looped runs of each budget, and measure the gain of looping over a fixed depth."""
+    """Fit parabolas through the looped runs of each budget, and measure the gain of looping over a fixed depth. Runs
+    of one mean depth must have the same effective parameters, if the table has them: a law is of one model."""
     table = table.need("mean_depth", "tokens", "flops", "loss").at_training_depth()
+    sized = table.where(lambda row: "effective_parameters" in row and not is_fixed_depth(row))
+    if len(sized):
+        parameters_of_depths(sized.need("effective_parameters"))
     budgets = budgets_of(table)
     looped = {flops: group.where(lambda row: not is_fixed_depth(row)) for flops, group in budgets.items()}
     found, problems = optima({flops: group for flops, group in looped.items() if len(group)})

@@ -25,19 +25,32 @@ class DepthCosts:
         return np.interp(depths, self.depths, self.parameters), np.interp(depths, self.depths, self.flops_per_token)
 
 
-def depth_costs(table: RunTable) -> DepthCosts:
-    costs = {}
-    for row in table.need("mean_depth", "flops", "effective_parameters", "tokens").rows:
-        found = (row["effective_parameters"], row["flops"] / row["tokens"])
-        known = costs.setdefault(row["mean_depth"], found)
-        if not np.allclose(found, known, rtol=1e-3):
+def of_each_depth(table: RunTable, name: str, value) -> dict[float, float]:
+    """Return {mean depth: value of its runs}; FitError if they differ, as those of models of several sizes do."""
+    found = {}
+    for row in table.rows:
+        depth, here = row["mean_depth"], value(row)
+        before = found.setdefault(depth, here)
+        if not np.isclose(here, before, rtol=1e-3):
             raise FitError(
-                f"runs of mean depth {row['mean_depth']:g} differ in size: fit each size apart, --by parameters"
+                f"runs of mean depth {depth:g} differ in size: fit each size apart, --by parameters (their {name}: "
+                f"{before:.4g}, {here:.4g})"
             )
-    if len(costs) < 2:
-        raise FitError(f"{table.source}: all runs have mean depth {min(costs):g}")
-    depths = sorted(costs)
-    return DepthCosts(np.array(depths), *np.array([costs[depth] for depth in depths]).T)
+    return found
+
+
+def parameters_of_depths(table: RunTable) -> dict[float, float]:
+    return of_each_depth(table, "effective_parameters", lambda row: row["effective_parameters"])
+
+
+def depth_costs(table: RunTable) -> DepthCosts:
+    table.need("mean_depth", "flops", "effective_parameters", "tokens")
+    parameters = parameters_of_depths(table)
+    per_token = of_each_depth(table, "FLOPs per token", lambda row: row["flops"] / row["tokens"])
+    if len(parameters) < 2:
+        raise FitError(f"{table.source}: all runs have mean depth {min(parameters):g}")
+    depths = sorted(parameters)
+    return DepthCosts(np.array(depths), *(np.array([of[depth] for depth in depths]) for of in (parameters, per_token)))
 
 
 def predicted(fitted: Fit, parameters: np.ndarray, tokens: np.ndarray) -> np.ndarray:
