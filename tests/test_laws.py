@@ -804,15 +804,19 @@ def test_a_table_as_spreadsheets_save_it(kind, tmp_path):
 
 
 def test_members_of_a_sweep_without_losses_are_left_out(tmp_path, capsys):
-    """As `looped laws collect runs/sweep/*/` names them: a run that diverged, and the folder of the cluster's jobs."""
+    """As `looped laws collect runs/sweep/*/` names them: runs that diverged, and the folder of the cluster's jobs."""
     make_run(tmp_path / "a")
+    limited = make_run(tmp_path / "c")  # it ended at 4
+    limited.training.max_loss = 3.5
+    limited.save(tmp_path / "c/recipe.yaml")
     for folder in ("b", "jobs"):
         (tmp_path / folder).mkdir()
     (tmp_path / "b/diverged.txt").write_text("the loss of step 3 is nan")
-    folders = [str(tmp_path / name) for name in ("a", "b", "jobs")]
+    folders = [str(tmp_path / name) for name in ("a", "b", "c", "jobs")]
     laws.main(["collect", *folders, "--output", str(tmp_path / "runs.csv")])
     printed = capsys.readouterr().out
     assert f"left out: {tmp_path}/b diverged: the loss of step 3 is nan" in printed
+    assert f"left out: {tmp_path}/c diverged: the run ended at 4.0000, above training.max_loss=3.5" in printed
     assert f"left out: {tmp_path}/jobs holds no run" in printed and "2 losses of 1 run are" in printed
     assert list(read_table(tmp_path / "runs.csv").by("run")) == ["a"]
     with pytest.raises(FitError, match="no folder is left"):

@@ -268,6 +268,13 @@ def test_runs_that_diverged_or_go_on_are_in_no_mean(tmp_path):
     assert page.cells[15:20] == ["3", "0.01", "2", "3.3000 [2.0294, 4.5706]", "1"]  # 12.7062 * 0.1
 
 
+def test_a_limit_of_the_loss_is_for_the_end_of_a_run(tmp_path):
+    folders = [make_run(tmp_path / name, held_out=9.5, finished=name == "a") for name in "ab"]
+    ended, on_its_way = open_runs(folders)
+    assert ended.status == "diverged: the run ended at 9.5000, above training.max_loss=9.0"
+    assert on_its_way.status == "not finished: 20 steps so far"
+
+
 def test_one_seed_has_no_interval(tmp_path):
     """Nothing else changes. Settings with one seed are compared in that seed where others have more."""
     losses = {(loops, lr, 0): of[0] for (loops, lr), of in ABLATION.items()}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import yaml
 
-from looped_recipes.common.metrics import DIVERGED, last_by_number, read_lines
+from looped_recipes.common.metrics import divergence_of, last_by_number, read_lines
 
 
 LOSS_AT, BITS_AT = "validation/loss_at_", "validation/bits_per_byte_at_"
@@ -135,8 +135,9 @@ class RunFolder:
             for key in ("loss", "validation/loss"):
                 if record.get(key) is not None and not math.isfinite(record[key]):
                     return f"diverged: {key} is {record[key]} at step {record['step']}"
-        if (self.folder / DIVERGED).is_file():
-            return "diverged: " + (self.folder / DIVERGED).read_text(encoding="utf-8").strip()
+        loss = self.last("validation/loss") if self.config else None  # a limit is for the end of a run
+        if (why := divergence_of(self.folder, loss, self.setting("training.max_loss"))) is not None:
+            return f"diverged: {why}"
         return "finished" if self.config else f"not finished: {self.steps} steps so far"
 
 

@@ -14,7 +14,7 @@ from .forms import PARAMETRIC, TEST_TIME
 from .frontier import is_fixed_depth
 from .options import parse
 from .page import finding, write_page
-from .run_table import RunTable, collect, read_table, why_left_out, write_table
+from .run_table import LeftOut, RunTable, collect, read_table, write_table
 
 
 THEN = {"isoflop": "parametric", "parametric": "unified", "test_time": "conditioning", "unified": "conditioning"}
@@ -73,25 +73,26 @@ def collect_all(named: list[str], output: str | None):
     for folder, count in Counter(folder.resolve() for folder in folders).items():
         if count > 1:
             raise FitError(f"the run {folder} is named {count} times: name it once, or it would count as several")
-    reasons = {folder: why_left_out(folder) for folder in folders}
-    for folder, reason in reasons.items():
-        if reason is not None:
-            print(f"left out: {folder} {reason}")
-    folders = [folder for folder in folders if reasons[folder] is None]
-    if not folders:
+    rows_of = {}
+    for folder in folders:
+        try:
+            rows_of[folder] = collect(folder)
+        except LeftOut as why:
+            print(f"left out: {folder} {why}")
+    if not rows_of:
         raise FitError("no folder is left that holds a finished run")
-    names = [Path(folder).resolve().name for folder in folders]
+    names = [folder.resolve().name for folder in rows_of]
     unique = len(set(names)) == len(names)  # runs of several sweeps may have the same names
     rows = [
         {**row, "run": name if unique else str(folder)}
-        for folder, name in zip(folders, names)
-        for row in collect(folder)
+        for (folder, found), name in zip(rows_of.items(), names)
+        for row in found
     ]
     path = Path(output or "runs/laws/runs.csv")
     write_table(rows, path)
     enough, law = enough_for(rows)
-    then = typed(f"looped laws {law}", path) if law else typed("looped report", folders[0])
-    say_result(f"{len(rows)} losses of {counted(len(folders), 'run')} are in {path}: {enough}.", then)
+    then = typed(f"looped laws {law}", path) if law else typed("looped report", next(iter(rows_of)))
+    say_result(f"{len(rows)} losses of {counted(len(rows_of), 'run')} are in {path}: {enough}.", then)
 
 
 def enough_for(rows: list[dict]) -> tuple[str, str | None]:

@@ -25,7 +25,6 @@ import torch
 
 from looped_recipes.common.command_line import typed
 from looped_recipes.common.files import write_whole
-from looped_recipes.common.metrics import DIVERGED
 from looped_recipes.common.words import counted
 
 from .fitting import FitError
@@ -160,27 +159,24 @@ def write_table(rows: list[dict], path: str | Path):
     write_whole(path, text.getvalue())
 
 
-def why_left_out(folder: str | Path) -> str | None:
-    """Return why a folder of a sweep is left out (its run diverged, or it holds none); None if `collect` reads it."""
-    from looped_recipes.settings.sweep_files import JOBS
-
-    folder = Path(folder)
-    if (folder / DIVERGED).is_file():
-        return f"diverged: {(folder / DIVERGED).read_text(encoding='utf-8').strip()}"
-    if folder.resolve().name == JOBS and not (folder / "recipe.yaml").exists():
-        return "holds no run, but what a cluster was told"
-    return None
+class LeftOut(FitError):
+    """Raised for a folder of a sweep that has no place in a table: its run diverged, or it holds none."""
 
 
 def collect(folder: str | Path) -> list[dict]:
     """Return the rows of one finished run of looped pretrain: its last validation, one row per depth."""
     from looped_recipes.common.flops import effective_parameters, sizes
-    from looped_recipes.common.metrics import last_validation, read_metrics
+    from looped_recipes.common.metrics import divergence_of, last_validation, read_metrics, why_diverged
     from looped_recipes.settings.operations import Operations
     from looped_recipes.settings.recipe import recipe_of_run
+    from looped_recipes.settings.sweep_files import JOBS
     from modeling_looped import LoopedConfig
 
     folder = Path(folder)
+    if (why := divergence_of(folder)) is not None:  # such a run may lack the files below
+        raise LeftOut(f"diverged: {why}")
+    if folder.resolve().name == JOBS and not (folder / "recipe.yaml").exists():
+        raise LeftOut("holds no run, but what a cluster was told")
     if not (folder / "recipe.yaml").exists():
         raise FitError(f"{folder} has no recipe.yaml: it is no run of looped pretrain, so leave it out")
     for part in ("metrics.jsonl", "final/config.json"):
@@ -193,6 +189,8 @@ def collect(folder: str | Path) -> list[dict]:
     last = next((record for record in reversed(records) if "validation/loss" in record), None)
     if last is None:
         raise FitError(f"{folder}/metrics.jsonl holds no validation loss; train with evaluation.rows above 0")
+    if (why := why_diverged(last["validation/loss"], recipe.training.max_loss)) is not None:
+        raise LeftOut(f"diverged: {why}")
     depth, steps, operations = recipe.mean_depth(config), last["step"] + 1, Operations(recipe, config)
     facts = {
         "run": folder.name,

@@ -5,7 +5,6 @@ from pathlib import Path
 
 from looped_eval.common.page import Explanation, Finding, Section, Table
 from looped_eval.common.run_folder import RunFolder
-from looped_recipes.common.metrics import why_diverged
 from looped_recipes.common.replicas import Outcome, Replicas, settings_of
 from looped_recipes.common.words import counted
 from looped_recipes.settings.sections import deciding
@@ -37,8 +36,7 @@ def outcomes_of(runs: list[RunFolder]) -> list[Outcome]:
     found = {}
     for run in runs:
         loss = run.last("validation/loss")
-        above = loss is not None and why_diverged(loss, run.setting("training.max_loss")) is not None
-        diverged = above or run.status.startswith("diverged")
+        diverged = run.status.startswith("diverged")
         if run.recipe and (diverged or loss is not None and run.status == "finished"):
             found[run.folder] = Outcome(run.name, settings_of(deciding(run.recipe)), None if diverged else loss)
     lines = lines_of_sweeps(runs)

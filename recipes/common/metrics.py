@@ -106,6 +106,14 @@ def record_of(line: str) -> dict | None:
     return record if has_step else None
 
 
+def divergence_of(folder: Path, loss: float | None = None, most: float | None = None) -> str | None:
+    """Return why the run in a folder diverged: as its training wrote, or by its last validation loss; None if it did
+    not. loss: None if no validation was logged; most: training.max_loss."""
+    if (folder / DIVERGED).is_file():
+        return (folder / DIVERGED).read_text(encoding="utf-8").strip()
+    return None if loss is None else why_diverged(loss, most)
+
+
 def why_diverged(loss: float, most: float | None) -> str | None:
     """Return why a run that ended at this validation loss counts as diverged; None if it does not.
 

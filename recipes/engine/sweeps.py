@@ -10,7 +10,7 @@ from looped_recipes.common.chart import Chart, Line, on_one_scale, ordered, save
 from looped_recipes.common.checksums import change_of
 from looped_recipes.common.command_line import typed
 from looped_recipes.common.files import write_whole
-from looped_recipes.common.metrics import DIVERGED, last_values, read_metrics, why_diverged
+from looped_recipes.common.metrics import DIVERGED, divergence_of, last_values, read_metrics
 from looped_recipes.common.optimum import in_words, optimum, shifts
 from looped_recipes.common.provenance import provenance, write_json
 from looped_recipes.common.replicas import Outcome, Replicas, settings_of
@@ -60,17 +60,13 @@ def outcome(run: Run) -> dict | None:
     refuse_other_recipe(run)
     records = read_metrics(folder / "metrics.jsonl")
     result = {"name": run.name, **run.settings, "loss": None}
-    if (folder / DIVERGED).exists():
-        result["diverged"] = (folder / DIVERGED).read_text()
-    else:
-        validations = [r for r in records if "validation/loss" in r]
-        if records and (not validations or validations[-1]["step"] < records[-1]["step"]):
-            return None  # the last validation is unreadable: training rewrites it from its checkpoint
-        loss = validations[-1]["validation/loss"] if validations else math.nan
-        if (why := why_diverged(loss, run.recipe.training.max_loss)) is not None:
-            result["diverged"] = why
-        else:
-            result["loss"] = loss
+    validations = [r for r in records if "validation/loss" in r]
+    unread = records and (not validations or validations[-1]["step"] < records[-1]["step"])
+    if unread and not (folder / DIVERGED).exists():
+        return None  # the last validation is unreadable: training rewrites it from its checkpoint
+    loss = validations[-1]["validation/loss"] if validations else math.nan
+    why = divergence_of(folder, loss, run.recipe.training.max_loss)
+    result |= {"loss": loss} if why is None else {"diverged": why}
     return {**result, "metrics": last_values(records)}
 
 
