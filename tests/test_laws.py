@@ -792,6 +792,14 @@ def test_a_run_counts_once(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["csv", "jsonl"])
+def test_names_of_runs_are_no_numbers(kind, tmp_path):
+    names = ["20261128_110133_001", "20261128_110133_002", "007", "7", "140_4e+18_6", "370_1e+20_12", "inf"]
+    rows = [{"run": name, "data": "1_000", "loss": 3.0} for name in names]
+    write_table(rows, tmp_path / f"runs.{kind}")
+    assert read_table(tmp_path / f"runs.{kind}").rows == rows
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl"])
 def test_a_table_as_spreadsheets_save_it(kind, tmp_path):
     """With a byte order mark and lines that end with \\r\\n; in another encoding than UTF-8 it is refused."""
     path = tmp_path / f"runs.{kind}"

@@ -98,9 +98,10 @@ def check_positive(value, name: str, where: str):
         raise FitError(f"{where}: {name} must be positive and finite, got {value!r}; leave diverged runs out")
 
 
-def as_number(text: str):
+def value_of(column: str, text: str):
+    """Return the number that a text says, but for names of runs, which may look like one, as those by date do."""
     try:
-        return float(text)
+        return text if column == "run" or "_" in text else float(text)  # float also reads 1_000
     except ValueError:
         return text
 
@@ -113,7 +114,7 @@ def read_table(path: str | Path) -> RunTable:
         raise FitError(f"there is no table {path}; `{typed('looped laws collect RUN... --output', path)}` makes one")
     if path.suffix == ".csv":
         rows = [
-            {key: as_number(value) for key, value in row.items() if key and value not in (None, "")}
+            {key: value_of(key, value) for key, value in row.items() if key and value not in (None, "")}
             for row in csv.DictReader(io.StringIO(text_of(path), newline=""))
         ]
     else:
