@@ -241,6 +241,18 @@ def test_a_flat_parabola_is_left_out_and_not_an_overflow():
     assert len(result["optima"]) == 3 and "lies outside the runs" in result["left_out"][0]
 
 
+@pytest.mark.parametrize("best, words", [(20.0, "2 to 8; add deeper runs"), (1.0, "2 to 8; add shallower runs")])
+def test_what_to_add_where_the_minimum_lies_outside_the_runs(best, words):
+    """More tokens of the same FLOPs are fewer loops."""
+    depth = np.array([2.0, 4.0, 6.0, 8.0])
+    loss = 4 + 0.05 * np.log(depth / best) ** 2
+    with pytest.raises(FitError, match=f"over mean_depth, {best:g}, lies outside the runs, {words}"):
+        analyses.lowest("mean_depth", depth, loss)
+    words = words.replace("2 to 8", "3 to 12")
+    with pytest.raises(FitError, match=f"over tokens, {24 / best:.4g}, lies outside the runs, {words}"):
+        analyses.lowest("tokens", 24 / depth, loss)
+
+
 def test_a_budget_holds_runs_that_are_each_near_the_one_before():
     rows = [{"run": str(flops), "flops": flops} for flops in (1.0, 1.08, 1.16, 2.0)]
     assert [len(group) for group in analyses.budgets_of(table(rows)).values()] == [3, 1]

@@ -37,18 +37,23 @@ class Optimum(NamedTuple):
     degrees: int  # runs less the three coefficients
 
 
-def lowest(x: np.ndarray, loss: np.ndarray) -> Optimum:
-    """Fit a parabola of the loss over log x; FitError if its minimum lies outside the runs."""
+def lowest(name: str, x: np.ndarray, loss: np.ndarray) -> Optimum:
+    """Fit a parabola of the loss over log x; FitError if its minimum lies outside the runs. name: mean_depth or
+    tokens, of which deeper runs have fewer at equal FLOPs."""
     middle = np.log(x).mean()
     powers = np.vander(np.log(x) - middle, 3, increasing=True)
     coefficients = np.linalg.lstsq(powers, loss)[0]
     _, slope, bend = coefficients
     if not bend > 0:
-        raise FitError("the parabola has no minimum")
+        raise FitError(f"the parabola over {name} has no minimum")
     best = -slope / (2 * bend)
     if not np.log(x.min()) <= best + middle <= np.log(x.max()):
         where = math.exp(min(best + middle, 700.0))  # a flat parabola has its minimum at no finite number
-        raise FitError(f"the parabola's minimum, {where:.4g}, lies outside the runs; add runs beyond it")
+        beyond = "deeper" if (where > x.max()) == (name == "mean_depth") else "shallower"
+        raise FitError(
+            f"the minimum of the parabola over {name}, {where:.4g}, lies outside the runs, {x.min():.4g} to "
+            f"{x.max():.4g}; add {beyond} runs"
+        )
     by_coefficients = np.array([0.0, -1 / (2 * bend), slope / (2 * bend**2)])  # derivatives of `best`
     spread = np.linalg.norm(np.linalg.pinv(powers).T @ by_coefficients)
     squares = float(np.square(loss - powers @ coefficients).sum())
@@ -64,7 +69,7 @@ def optima(budgets: dict[float, RunTable]) -> tuple[dict[float, dict[str, Optimu
         try:
             if len(np.unique(depth)) < 4:
                 raise FitError(f"{len(np.unique(depth))} different depths; a parabola needs 4")
-            found[flops] = {"mean_depth": lowest(depth, loss), "tokens": lowest(tokens, loss)}
+            found[flops] = {name: lowest(name, x, loss) for name, x in (("mean_depth", depth), ("tokens", tokens))}
         except FitError as problem:
             problems.append(f"{flops:.3g} FLOPs left out: {problem}")
     return found, problems
