@@ -77,14 +77,22 @@ def optima(budgets: dict[float, RunTable]) -> tuple[dict[float, dict[str, Optimu
 
 def law_of_optima(of_budgets: dict[float, Optimum]) -> dict:
     """Fit x = scale * FLOPs ** exponent to the optima. The interval of the exponent is Student's: the noise of a loss
-    is that of all runs around the parabolas of their budgets."""
+    is that of all runs around the parabolas of their budgets. If the optima lie farther from the power law than this
+    noise explains, their own distances from it are taken, with as many degrees of freedom as budgets, less two. It is
+    of the parabolas' minima, and does not tell how far these are from the lowest losses of curves of another form, as
+    the law of training gives; the frontier of `parametric` has no such error."""
     flops, best = np.log(list(of_budgets)), list(of_budgets.values())
     logs = np.log([optimum.x for optimum in best])
     weights = (flops - flops.mean()) / np.square(flops - flops.mean()).sum()
     exponent = float(weights @ logs)
     degrees = sum(optimum.degrees for optimum in best)
     noise = math.sqrt(sum(optimum.squares for optimum in best) / degrees)
-    reach = students_quantile(0.975, degrees) * noise * np.linalg.norm(weights * [optimum.spread for optimum in best])
+    errors = noise * np.array([optimum.spread for optimum in best])  # of the optima, by the noise
+    distances = logs - logs.mean() - exponent * (flops - flops.mean())
+    if np.square(distances / errors).sum() > len(best) - 2:
+        degrees = len(best) - 2
+        errors = np.full(len(best), math.sqrt(np.square(distances).sum() / degrees))
+    reach = students_quantile(0.975, degrees) * np.linalg.norm(weights * errors)
     return {
         "exponent": exponent,
         "scale": math.exp(logs.mean() - exponent * flops.mean()),

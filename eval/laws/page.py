@@ -22,7 +22,8 @@ TITLES = {
 EXPLANATIONS = {
     "isoflop": Explanation(
         "At each FLOP budget a parabola through loss over mean depth has its least loss at the best depth; best "
-        "depths and best tokens follow power laws of FLOPs.",
+        "depths and best tokens follow power laws of FLOPs. Intervals are of the parabolas' minima, which differ from "
+        "the lowest losses where a curve is no parabola; the frontier of the law of training has no such error.",
         "Each budget has runs on both sides of its optimum, and optima rise with FLOPs.",
         "Parcae, section 5: exponents 0.40 for mean depth and 0.78 for tokens.",
     ),
