@@ -140,7 +140,7 @@ def test_law_sweeps(sweep):
         recipe, costs = run.recipe, plan(run.recipe)
         assert recipe.evaluation.loops == depths and costs["parameters"] == size
         assert recipe.depth.sampler == ("fixed" if "fixed" in sweep else "poisson")
-        assert costs["loops with gradients"] == -(-costs["mean depth"] // 2)  # equation 6
+        assert costs["loops with gradients, at the mean depth"] == -(-costs["mean depth"] // 2)  # equation 6
         if "depth" in sweep:
             assert recipe.training.tokens == 11.2e9
         else:
@@ -354,7 +354,7 @@ def test_operations_are_those_of_the_depths_that_are_drawn():
         assert operations.steps_within(operations.of_run(steps)) == steps
     for depth, window in ((3, 8), (8, 3)):
         recipe = load_recipe(RECIPES / "smoke/lt.yaml", [f"depth.backprop_loops={window}", f"model.num_loops={depth}"])
-        assert plan(recipe)["loops with gradients"] == 3
+        assert plan(recipe)["loops with gradients, at the mean depth"] == 3
     with_tables = load_recipe(
         RECIPES / "smoke/lt.yaml", ["model.value_embeddings=true", *growing, "training.steps=10"]
     )

@@ -29,7 +29,7 @@ def plan(recipe: Recipe) -> dict:
         f"parameters without {table}": n.without_embedding,
         "effective parameters": round(effective_parameters(config, depth)),
         "mean depth": depth,
-        "loops with gradients": depth if window is None else min(window, depth),
+        "loops with gradients, at the mean depth": depth if window is None else min(window, depth),
         "training FLOPs per token": operations.per_token(),
         "forward FLOPs per token": forward_flops_per_token(config, length, depth),
         "cache bytes per token, 16 bits": 2 * cache_numbers_per_token(config),

@@ -85,8 +85,10 @@ class Operations:
 
 def drawn_depth(recipe: Recipe, mean: float, window: int | None) -> float:
     """Return the mean depth for counting operations: the papers' `mean`, plus one loop for Huginn's sampler; with a
-    maximum, the mean of draws. Poisson zeros run as one loop, which adds exp(-mean); the papers do not count it. To
-    read the results of a run, the file that adds a sampler of its own is not imported."""
+    maximum, the mean of draws. Poisson zeros run as one loop, which adds exp(-mean); the papers do not count it, nor
+    that a row of fewer loops than the window has fewer with gradients: of a window as large as the mean, somewhat more
+    operations are counted than its rows take. To read the results of a run, the file that adds a sampler of its own is
+    not imported."""
     depth = recipe.depth
     if depth.maximum is None or depth.sampler not in SAMPLERS:
         return mean + (depth.sampler == "poisson_lognormal")
