@@ -297,7 +297,8 @@ class CacheView:
             self.keep(first_slot, loop, keys, values)
         if slot in self.written:  # remove what an earlier loop of this pass wrote, or the coda at an exit check
             fresh = self.of_all_tokens((keys, values), self.written[slot]) if is_core else (keys, values)
-            self.cache.layers[slot].crop(-keys.shape[-2])
+            layer: Any = self.cache.layers[slot]
+            layer.crop(-keys.shape[-2])
         if self.shared is not None or not is_core:
             self.written[slot] = fresh
         keys, values = self.write(slot, *fresh, *args, **kwargs)

@@ -348,7 +348,7 @@ class LoopedModel(LoopedPreTrainedModel):
         if self.ropes and self.config.rope_rounding == "rotated":
             x = x.new_empty(1, dtype=wide_dtype(x))
         for module in map(self.rotary_of, self.ropes):
-            if "dynamic" in getattr(module, "rope_type", ""):  # it keeps the angles of the longest text of any call
+            if "dynamic" in str(getattr(module, "rope_type", "")):  # it keeps the angles of the longest text yet
                 module.max_seq_len_cached, module.inv_freq = module.original_max_seq_len, module.original_inv_freq
         return {kind: rotary_tables(*self.rotary_of(kind)(x, position_ids=position_ids)) for kind in self.ropes}
 

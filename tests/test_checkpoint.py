@@ -620,6 +620,7 @@ def test_units_of_accelerate_give_the_losses_of_one_process(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("num_processes, mesh", [(2, None), (4, (2, 2))], ids=["fsdp2", "hsdp"])
 def test_blocks_as_units_give_the_losses_of_one_process(num_processes, mesh, tmp_path):
     """Gathered in every loop; also as two replicas of two shards each. Muon shares its matrices out."""
@@ -631,7 +632,7 @@ def test_blocks_as_units_give_the_losses_of_one_process(num_processes, mesh, tmp
         for each in settings
         for units in (True, False)
     ]
-    results = iter(launch(tmp_path, tasks, num_processes))
+    results = iter(launch(tmp_path, tasks, num_processes, timeout=480))
     for each in settings:
         expected = train([0, 3], **each)["losses"]
         for _ in range(2):

@@ -102,6 +102,7 @@ def free_port() -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_two_ranks_equal_one(tmp_path):
     expected = {}
     for system in SYSTEMS:
