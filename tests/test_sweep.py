@@ -1,6 +1,7 @@
 """Sweeps: which runs they hold, which of them are one, and what counts as diverged."""
 
 import json
+import math
 import shutil
 import subprocess
 import sys
@@ -13,11 +14,12 @@ from accelerate.state import AcceleratorState, PartialState
 from looped_recipes.common.metrics import DIVERGED
 from looped_recipes.common.replicas import Outcome, Replicas
 from looped_recipes.engine import sweeps
-from looped_recipes.engine.sweep_runs import load_sweep
-from looped_recipes.engine.sweeps import charts_of, optima, outcome
+from looped_recipes.engine.sweep_runs import load_sweep, runs_of
+from looped_recipes.engine.sweeps import charts_of, optima, outcome, write_results
 from looped_recipes.plan import main as plan_main
 from looped_recipes.settings import sweep_files
 from looped_recipes.settings.recipe import RecipeError
+from looped_recipes.settings.sweep_files import Plot, read_sweep
 from looped_recipes.sweep import run_sweep
 from tests.helpers_pretrain import smoke_settings
 from tests.helpers_recipes import RECIPES, runs_of_sweep
@@ -269,7 +271,7 @@ def test_switches_beside_words_are_drawn():
         for value in ("selective", False)
         for lr in (1e-3, 2e-3, 4e-3)
     ]
-    (chart,) = charts_of(results, plot)
+    (chart,) = charts_of(results, Plot(**plot, panel=[]))
     assert [line.name.split(" = ")[1].split(",")[0] for line in chart.lines if line.name] == ["False", "selective"]
     assert list(optima(results, **plot)) == [False, "selective"]
     assert list(optima([{**result, plot["curve"]: n} for result, n in zip(results, (10, 9, 1))], **plot)) == [1, 9, 10]
@@ -279,7 +281,7 @@ def test_a_point_with_a_diverged_seed_is_not_drawn():
     plot = {"x": "optimizer.lr", "curve": "model.num_loops"}
     losses = {1e-3: [2.0, 2.5], 2e-3: [1.0, None], 4e-3: [3.0, 3.5]}
     results = [{plot["x"]: lr, plot["curve"]: 2, "loss": loss} for lr, of_x in losses.items() for loss in of_x]
-    (chart,) = charts_of(results, plot)
+    (chart,) = charts_of(results, Plot(**plot, panel=[]))
     assert chart.lines[0].points == [(1e-3, 2.25), (4e-3, 3.25)]
 
 
@@ -308,6 +310,31 @@ def test_a_sweep_is_read_once_and_trains_to_the_end(tmp_path, monkeypatch):
     monkeypatch.setattr(sweeps, "run_all", train)
     run_sweep(str(path), [f"training.output_dir={tmp_path / 'runs'}"], None)
     assert (tmp_path / "runs" / "optima.json").is_file()
+
+
+@pytest.mark.parametrize(("curve", "panel"), [("model.num_loops", "[recipe]"), ("recipe", "null")])
+def test_a_plot_keeps_recipes_apart(tmp_path, curve, panel):
+    """Losses are parabolas in log2 of the rate; the lowest point of each recipe is at a rate of its own."""
+    least = {"residual_scaling": (2.0, 0.002), "ouro": (4.0, 0.004)}
+    recipes = [str(RECIPES / f"smoke/{name}.yaml") for name in least]
+    path = written(
+        tmp_path,
+        f"grid: {{recipe: {recipes}, model.num_loops: [2], optimizer.lr: [0.001, 0.002, 0.004, 0.008]}}\n"
+        f"plot: {{x: optimizer.lr, curve: {curve}, panel: {panel}}}\n",
+    )
+    sweep = read_sweep(path)
+    runs = runs_of(sweep, [f"training.output_dir={tmp_path / 'runs'}"])
+    for run in runs:
+        lowest, best = least[run.path.stem]
+        loss = lowest + math.log2(run.recipe.optimizer.lr / best) ** 2
+        (folder := Path(run.recipe.training.output_dir) / "final").mkdir(parents=True)
+        (folder / "config.json").write_text("{}")
+        (folder.parent / "metrics.jsonl").write_text(json.dumps({"step": 1, "validation/loss": loss}))
+    write_results(sweep, tmp_path / "runs", [outcome(run) for run in runs])
+    panels = json.loads((tmp_path / "runs" / "optima.json").read_text())["optima"]
+    found = {panel.get("recipe", name): best for panel in panels for name, best in panel["best"].items()}
+    found = {Path(name).stem: (best["loss"], best["lr"]) for name, best in found.items()}
+    assert found == {name: pytest.approx(best) for name, best in least.items()}
 
 
 def test_a_sweep_ends_with_what_seeds_tell(tmp_path, monkeypatch, capsys):

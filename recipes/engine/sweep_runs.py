@@ -14,7 +14,7 @@ from modeling_looped.optimization import depth_correction
 
 class Run(NamedTuple):
     name: str
-    settings: dict  # settings that distinguish it from other runs
+    settings: dict  # what distinguishes it from other runs: settings, and the recipe where the sweep names several
     path: Path  # path of the recipe
     recipe: Recipe
     same_as: str | None = None  # name of an earlier run with the same computation
@@ -27,7 +27,8 @@ def load_sweep(path: str | Path, overrides=()) -> list[Run]:
 def runs_of(sweep: SweepFile, overrides=()) -> list[Run]:
     runs, first_of = {}, {}
     for entry in sweep.entries:
-        settings = {key: value for key, value in entry.items() if key not in ("name", "recipe")}
+        said = {key: value for key, value in entry.items() if key != "name"}
+        settings = {key: value for key, value in said.items() if key != "recipe"}
         own = checked_recipe(entry["recipe"], sweep.path) if entry.get("recipe") is not None else None
         name = checked_name(entry["name"] if "name" in entry else described(own, settings), sweep.path)
         if name in runs:
@@ -40,7 +41,7 @@ def runs_of(sweep: SweepFile, overrides=()) -> list[Run]:
         if any(override.startswith(f"{OUTPUT}=") for override in overrides):
             recipe.training.output_dir = str(Path(recipe.training.output_dir) / name)
         first = first_of.setdefault(computation(recipe), name)
-        runs[name] = Run(name, settings, base, recipe, None if first == name else first)
+        runs[name] = Run(name, said, base, recipe, None if first == name else first)
     return list(runs.values())
 
 

@@ -21,7 +21,7 @@ from looped_recipes.engine.saving import CheckpointError, is_main_process
 from looped_recipes.engine.training import RESULTS, Divergence, Pretraining
 from looped_recipes.settings.recipe import Recipe, RecipeError, load_recipe
 from looped_recipes.settings.sections import deciding
-from looped_recipes.settings.sweep_files import SweepFile
+from looped_recipes.settings.sweep_files import Plot, SweepFile
 
 from .sweep_runs import Run
 
@@ -144,35 +144,35 @@ def optima(results: list[dict], x: str, curve: str) -> dict:
     return {value: optimum(list(points), list(points.values())) for value, points in curves.items()}
 
 
-def panels_of(results: list[dict], plot: dict) -> dict[tuple, list[dict]]:
+def panels_of(results: list[dict], plot: Plot) -> dict[tuple, list[dict]]:
     """Group the results by the values of the settings that `panel` names."""
     panels = defaultdict(list)
     for result in results:
-        panels[tuple(result.get(key) for key in plot.get("panel", []))].append(result)
+        panels[tuple(result[key] for key in plot.panel)].append(result)
     return dict(panels)
 
 
-def charts_of(results: list[dict], plot: dict) -> list[Chart]:
+def charts_of(results: list[dict], plot: Plot) -> list[Chart]:
     """Return one chart for each combination of the settings that `panel` names, with a line for each value of `curve`.
     The name of a line contains its best x. A dashed line at the lowest loss shows the interval of the optimum. A
     diverged run has no point."""
     charts = []
     for panel, members in panels_of(results, plot).items():
-        curves, lines = curves_of(members, plot["x"], plot["curve"]), []
+        curves, lines = curves_of(members, plot.x, plot.curve), []
         for i, (value, losses) in enumerate(curves.items()):
             points = [(x, fmean(of_x)) for x, of_x in losses.items() if None not in of_x]
             if points:
                 color = ordered(i, len(curves))
                 best_x, least = min(points, key=lambda point: point[1])
-                name = f"{plot['curve'].split('.')[-1]} = {value}, best: {best_x:g}"
+                name = f"{plot.curve.split('.')[-1]} = {value}, best: {best_x:g}"
                 interval = optimum(list(losses), list(losses.values())).get("interval") or ()
                 lines.append(Line(name, points, color))
                 lines.append(Line("", [(end, least) for end in interval], color, dashed=True, dots=False))
-        charts.append(Chart(", ".join(map(str, panel)), plot["x"], "validation loss", lines, log_x=True))
+        charts.append(Chart(", ".join(map(str, panel)), plot.x, "validation loss", lines, log_x=True))
     return on_one_scale(charts)
 
 
-def columns_of(results: list[dict], plot: dict) -> int:
+def columns_of(results: list[dict], plot: Plot) -> int:
     """Return the number of columns of charts: one for each value of the last setting in `panel`."""
     return len({panel[-1:] for panel in panels_of(results, plot)})
 
@@ -196,11 +196,11 @@ def write_results(sweep: SweepFile, folder: Path, results: list[dict]):
         save_charts(charts_of(results, plot), folder / "results.svg", columns_of(results, plot))
         found = []
         for panel, members in panels_of(results, plot).items():
-            best = optima(members, plot["x"], plot["curve"])
-            found.append({**dict(zip(plot.get("panel", []), panel)), "best": best, "shift": shifts(best)})
+            best = optima(members, plot.x, plot.curve)
+            found.append({**dict(zip(plot.panel, panel)), "best": best, "shift": shifts(best)})
             for value, of_curve in best.items():
-                where = ", ".join(map(str, (*panel, f"{plot['curve']} {value}")))
-                print(f"best {plot['x']}, {where}: {in_words(of_curve)}")
+                where = ", ".join(map(str, (*panel, f"{plot.curve} {value}")))
+                print(f"best {plot.x}, {where}: {in_words(of_curve)}")
         write_json(folder / "optima.json", {"optima": found})
         print(f"drawn: {folder / 'results.svg'}")
 

@@ -19,12 +19,20 @@ WRITTEN = ("results.jsonl", "results.svg", "optima.json", JOBS)  # names beside 
 OUTPUT = "training.output_dir"
 
 
+class Plot(NamedTuple):
+    """What is drawn: the names of settings."""
+
+    x: str
+    curve: str
+    panel: list[str]
+
+
 class SweepFile(NamedTuple):
     path: Path
     recipe: str
     set: dict  # settings of all runs
     entries: list[dict]  # settings of each run, and optionally a name and another recipe
-    plot: dict | None
+    plot: Plot | None
 
     @property
     def folder(self) -> Path:
@@ -51,9 +59,7 @@ def read_sweep(path: str | Path, overrides: Sequence[str] = ()) -> SweepFile:
     if everywhere:
         raise RecipeError(f"{path}: set has {', '.join(everywhere)}, which every run sets anew: take it out of set")
     refuse_swept(entries, overrides, path)
-    plot = raw.get("plot")
-    if plot is not None:
-        check_plot(plot, entries, path)
+    plot = None if raw.get("plot") is None else checked_plot(raw["plot"], entries, path)
     return SweepFile(path, checked_recipe(raw["recipe"], path), changes, entries, plot)
 
 
@@ -104,7 +110,7 @@ def refuse_swept(entries: list[dict], overrides: Sequence[str], path: Path):
             )
 
 
-def check_plot(plot, entries: list[dict], path: Path):
+def checked_plot(plot, entries: list[dict], path: Path) -> Plot:
     if not isinstance(plot, dict) or set(plot) - {"x", "curve", "panel"} or not {"x", "curve"} <= set(plot):
         raise RecipeError(f"{path}: plot must hold x and curve, and may hold panel; got {shortly(plot)}")
     panel = [] if plot.get("panel") is None else plot["panel"]
@@ -126,6 +132,7 @@ def check_plot(plot, entries: list[dict], path: Path):
     if any(isinstance(value, (list, dict)) for value in panels):
         raise RecipeError(f"{path}: panel of plot must be numbers or words, got {shortly(panels)}")
     check_replicas(plot["x"], [plot["curve"], *panel], entries, path)
+    return Plot(plot["x"], plot["curve"], panel)
 
 
 def check_replicas(x: str, keys: list[str], entries: list[dict], path: Path):
