@@ -10,7 +10,7 @@ from looped_recipes.common.command_line import Parser, run_command
 
 
 def main(arguments: list[str] | None = None):
-    parser = Parser("eval.optimum", __doc__)
+    parser = Parser("looped optimum", __doc__)
     parser.add_argument("file", help="lr_transfer.json of looped diagnose")
     path = parser.parse_args(arguments).file
     from looped_recipes.common.optimum import in_words, of_saved, shifts

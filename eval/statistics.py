@@ -227,7 +227,7 @@ def difference_in_words(result: dict) -> str:
 
 
 def main(arguments: list[str] | None = None) -> dict:
-    parser = Parser("eval.statistics", __doc__)
+    parser = Parser("looped statistics", __doc__)
     parser.add_argument("first", help="file or folder of samples, or several with commas: seeds of one model")
     parser.add_argument("second", nargs="?", help="without it, the scores of the first alone")
     parser.add_argument("--tokenizer", help="folder or name; lengths are in its tokens")

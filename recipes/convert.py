@@ -28,7 +28,7 @@ LAYOUTS = ("ouro", "huginn", "retrofitted", "retrofitted-olmo", "parcae", "parca
 
 
 def parse(arguments: list[str] | None):
-    parser = Parser("recipes.convert", __doc__)
+    parser = Parser("looped convert", __doc__)
     parser.add_argument("source", help="a folder, a training run, or a repository on the Hub")
     parser.add_argument("out", type=Path, help="a new folder")
     parser.add_argument("--to", choices=LAYOUTS, help="the layout to write; by default our own")

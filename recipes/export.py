@@ -12,7 +12,7 @@ from looped_recipes.common.words import counted
 
 
 def parse(arguments: list[str] | None):
-    parser = Parser("recipes.export", __doc__)
+    parser = Parser("looped export", __doc__)
     parser.add_argument("run", type=Path, help="the folder of a training run")
     parser.add_argument("out", type=Path, nargs="?", help="a new folder; default: RUN/step-... of the checkpoint")
     parser.add_argument("--step", type=int, help="after this many steps; default: the newest checkpoint")

@@ -26,7 +26,7 @@ ASSUMED = {  # assumptions on a cluster, by option
 
 
 def parse(arguments: list[str] | None):
-    parser = Parser("recipes.plan", __doc__)
+    parser = Parser("looped plan", __doc__)
     parser.add_argument("recipe", help="a YAML file, of a recipe or a sweep")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     parser.add_argument("--gpus", type=int, help="what the run asks of this many")

@@ -10,7 +10,7 @@ from looped_recipes.common.command_line import Parser, run_command, say_result, 
 
 
 def main(arguments: list[str] | None = None):
-    parser = Parser("recipes.prepare", __doc__)
+    parser = Parser("looped prepare", __doc__)
     parser.add_argument("recipe", help="a YAML file")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     options = parser.parse_args(arguments)

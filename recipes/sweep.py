@@ -28,7 +28,7 @@ SLURM = "slurm."  # prefix of the jobs' settings among the overrides
 
 
 def main(arguments: list[str] | None = None):
-    parser = Parser("recipes.sweep", __doc__)
+    parser = Parser("looped sweep", __doc__)
     parser.add_argument("sweep", help="a YAML file")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     parser.add_argument("--runner", choices=RUNNERS, default="local", help="where runs are trained; default: local")

@@ -57,7 +57,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def own_parser(*positionals: str) -> Parser:
-    parser = Parser("eval.own", "About it.", {"--loops": "--num-loops"})
+    parser = Parser("python -m looped_eval.own", "About it.", {"--loops": "--num-loops"})
     for name in positionals:
         parser.add_argument("first")
         parser.add_argument(name, nargs="*")
@@ -131,12 +131,14 @@ for name in sys.argv[1:]:
         except SystemExit as stop:
             assert stop.code == 0, (name, stop.code)
     assert len(shown.getvalue()) > 200, (name, shown.getvalue())
+    begins = shown.getvalue().startswith(f"usage: looped {name} ")
+    assert begins or name in ("pretrain", "eval"), (name, shown.getvalue())  # those have no options of argparse
     heavy = {"torch", "transformers", "datasets", "lm_eval", "scipy", "matplotlib"} & sys.modules.keys()
     assert not heavy, f"looped {name} --help imports {heavy}"
 """
 
 
-def test_help_imports_nothing_that_takes_seconds():
+def test_help_begins_with_the_command_and_imports_nothing_that_takes_seconds():
     names = list(console.COMMANDS)
     done = subprocess.run([sys.executable, "-c", HELP_OF_ALL, *names], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -197,13 +199,6 @@ def test_one_spelling_and_the_former_ones(arguments):
     assert args.command == "python -m looped_eval.own " + " ".join(arguments)
 
 
-def test_a_command_is_called_as_it_is_typed(capsys):
-    for module, command in (("recipes.own_text", "looped own-text"), ("eval.show_loops", "looped show")):
-        with pytest.raises(SystemExit):
-            Parser(module, "About it.").parse_args(["--none"])
-        assert capsys.readouterr().err.startswith(f"{command}: ")
-
-
 def test_positional_arguments_may_stand_after_options():
     args = own_parser("more").parse_args(["a", "--batch-size", "3", "b", "c"])
     assert (args.first, args.more, args.batch_size) == ("a", ["b", "c"], 3)
@@ -232,7 +227,7 @@ def test_a_file_in_the_place_of_a_folder_is_refused_before_anything_is_measured(
 
 
 def test_a_device_that_is_not_there_is_refused_at_once():
-    parser = Parser("eval.own", "About it.")
+    parser = Parser("python -m looped_eval.own", "About it.")
     parser.add_argument("--device", default="cpu")
     assert parser.parse_args([]).device == "cpu"
     with pytest.raises(ValueError, match="--device warp is not there.*pass cpu"):

@@ -35,7 +35,7 @@ BENCHMARKS += ["graphs", "cache", "serving", "long_prompt", "pages", "products",
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    parser = Parser("eval.benchmark", __doc__, RENAMED)
+    parser = Parser("looped benchmark", __doc__, RENAMED)
     parser.add_argument("which", choices=BENCHMARKS, metavar="NAME")
     parser.add_device()
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])

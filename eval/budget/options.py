@@ -17,7 +17,7 @@ from looped_recipes.common.command_line import Parser, folder, names
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = Parser("eval.budget", __doc__, {"--loops": "--num-loops"})
+    parser = Parser("looped budget", __doc__, {"--loops": "--num-loops"})
     parser.add_argument("models", nargs="+", metavar="MODEL", help="DIR, or NAME=DIR,DIR,... for several seeds")
     parser.add_argument("--num-loops", default="1,3,6,9,12", help="depths: 1,3,6 or 1..8")
     parser.add_argument("--text", metavar="JSONL", help="texts to score, one JSON object with a field `text` a line")

@@ -11,7 +11,7 @@ from looped_recipes.common.command_line import Parser
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = Parser("eval.chat", __doc__)
+    parser = Parser("looped chat", __doc__)
     parser.add_argument("model", help="a saved model, or the folder of its training run")
     parser.add_argument("prompt", nargs="*", help="without one, prompts are read from the terminal")
     parser.add_argument("--num-loops", type=int, help="the most loops a token may take; default: that of the model")

@@ -21,7 +21,7 @@ ACTIONS = ("ledger", "run", "collect", "measure", "list")
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = Parser("eval.claims", __doc__)
+    parser = Parser("looped claims", __doc__)
     parser.add_argument("action", nargs="?", choices=ACTIONS, default="ledger")
     parser.add_argument("folder", nargs="?", type=Path, default=Path("runs/claims"), help="of the measurements")
     parser.add_argument("--minutes", type=float, default=60.0, help="run: no longer than that; the next call goes on")

@@ -29,7 +29,7 @@ def parse_seeds(text: str) -> list[int]:
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = Parser("eval.core", __doc__, {"--loops": "--num-loops"})
+    parser = Parser("looped core", __doc__, {"--loops": "--num-loops"})
     parser.add_argument("model")
     parser.add_argument("--bundle", required=True, help="the unpacked eval_bundle")
     parser.add_argument("--num-loops", help="4, or 1,2,4, or 1..8; by default the model's own depth")

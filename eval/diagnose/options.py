@@ -103,7 +103,7 @@ def add_option(parser: argparse.ArgumentParser, option: Option):
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    parser = Parser("eval.diagnose", __doc__, RENAMED)
+    parser = Parser("looped diagnose", __doc__, RENAMED)
     commands = parser.add_subparsers(dest="measure", required=True, metavar="MEASURE")
     for name, measure in {"all": None, **described()}.items():
         about = "every measure, with little training" if measure is None else measure.about

@@ -25,7 +25,7 @@ class ListPieces(argparse.Action):
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = Parser("eval.gpu", __doc__)
+    parser = Parser("looped gpu", __doc__)
     parser.add_argument("out", type=Path, nargs="?", default=Path("runs/gpu"))
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--tiny", action="store_true", help="sizes for a CPU: proves the code, measures nothing")

@@ -33,7 +33,7 @@ BUDGETS = [0.01, 0.003, 0.03]
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    parser = Parser("eval.halting", __doc__)
+    parser = Parser("looped halting", __doc__)
     parser.add_argument("model")
     parser.add_argument("text", nargs="*", help="default: what the training run held out")
     budgets = "how much worse perplexity may be, 0.01 for 1 %%; those after the first add points to the picture; "

@@ -25,7 +25,7 @@ from looped_recipes.common.command_line import Parser
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    parser = Parser("eval.laws", __doc__)
+    parser = Parser("looped laws", __doc__)
     laws = ("isoflop", "parametric", "test_time", "unified", "conditioning", "collect")
     parser.add_argument("law", choices=laws, metavar="LAW", help=" | ".join(laws))
     parser.add_argument(

@@ -22,7 +22,7 @@ from looped_recipes.common.command_line import Parser, folder
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = Parser("eval.readout_table", __doc__)
+    parser = Parser("looped readout-table", __doc__)
     parser.add_argument("folders", nargs="+", metavar="FOLDER", help="a training run, or a sweep's folder of them")
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float64"], default="float32")

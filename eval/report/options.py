@@ -15,7 +15,7 @@ from looped_recipes.common.command_line import Parser
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    parser = Parser("eval.report", __doc__)
+    parser = Parser("looped report", __doc__)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="output folder of looped pretrain or looped sweep")
     parser.add_argument("--output", help="the page; default: report.html in the first folder")
     parser.add_argument("--markdown", nargs="?", const="-", help="also as Markdown, into a file or to the terminal")

@@ -17,7 +17,7 @@ from looped_recipes.common.command_line import Parser
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = Parser("eval.serve", __doc__)
+    parser = Parser("looped serve", __doc__)
     parser.add_argument("model", help="a saved model, or the folder of its training run")
     parser.add_argument("--name", help="what clients call the model; default: as given here")
     parser.add_argument("--host", default="localhost")

@@ -13,7 +13,7 @@ from looped_recipes.common.command_line import Parser
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    parser = Parser("eval.show_loops", __doc__)
+    parser = Parser("looped show", __doc__)
     parser.add_argument("model")
     parser.add_argument("prompt")
     parser.add_argument("--exit-criterion")

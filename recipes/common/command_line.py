@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterable
 from importlib import import_module
 from pathlib import Path
 
-from .commands import COMMANDS
 from .errors import CommandError
 
 
@@ -29,13 +28,6 @@ PROGRAM: str | None = None  # `looped NAME`, if that command started this proces
 UNTIL_ENDED = 30
 INTERRUPTED = 128 + 2  # exit status after Ctrl-C
 TRACEBACK = "LOOPED_TRACEBACK"  # environment variable: if set to 1, errors are shown with their traceback
-
-
-def program_of(module: str) -> str:
-    """Return the command that runs a module: `looped sweep` for recipes.sweep, else `python -m` with the module of the
-    installed package."""
-    commands = {place: f"looped {name}" for name, (place, _) in COMMANDS.items()}
-    return commands.get(f"looped_{module}", f"python -m looped_{module}")
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -69,8 +61,7 @@ class Parser(OneLineErrors):
     The result has the field `command`, the command line as typed, and after `add_device` an available `device`.
     """
 
-    def __init__(self, module: str, description: str, renamed: dict[str, str] | None = None):
-        program = PROGRAM or program_of(module)
+    def __init__(self, program: str, description: str, renamed: dict[str, str] | None = None):
         super().__init__(prog=program, description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
         self.renamed = renamed or {}
 

@@ -13,7 +13,7 @@ from looped_recipes.common.command_line import Parser
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = Parser("recipes.demo", __doc__)
+    parser = Parser("looped demo", __doc__)
     parser.add_argument(
         "settings",
         nargs="*",

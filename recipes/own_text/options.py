@@ -14,7 +14,7 @@ from looped_recipes.common.command_line import Parser
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = Parser("recipes.own_text", __doc__)
+    parser = Parser("looped own-text", __doc__)
     parser.add_argument("text", metavar="FILE")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="of both recipes")
     parser.add_argument("--minutes", type=float, default=10, help="for both models together, about; default: 10")

@@ -26,7 +26,7 @@ advises nothing. Lost: work that cannot be resumed.""".splitlines()
 
 def main(arguments: list[str] | None = None):
     names = list(campaigns())
-    parser = Parser("tests.faults", __doc__)
+    parser = Parser("python -m tests.faults", __doc__)
     parser.add_argument("--only", nargs="+", choices=names, default=names, help="these campaigns alone")
     parser.add_argument("--minutes", type=float, default=5, help="of each campaign, at most")
     parser.add_argument("--trials", type=int, default=None, help="of each campaign, at most")
