@@ -352,5 +352,13 @@ def test_ratios_of_ways_that_are_slower(monkeypatch):
     assert found["plain_milliseconds_of_a_token"] == 100.0
 
 
+def test_graphs_are_measured_on_any_gpu(monkeypatch):
+    monkeypatch.setattr(graphs, "exiting_model", lambda args: None)
+    for device in ("cuda", "cuda:1"):
+        assert graphs.graphs(args_of("graphs", device=device, batch_sizes=[])) == {}
+    with pytest.raises(SystemExit, match="--device cpu: passes are graphs on cuda alone"):
+        graphs.graphs(args_of("graphs", device="cpu"))
+
+
 def test_quantiles_of_latencies():
     assert [over_http.quantile([4.0, 1.0, 3.0, 2.0], share) for share in (0.0, 0.5, 0.99)] == [1.0, 3.0, 4.0]

@@ -14,7 +14,7 @@ from .models import greedy, tokens
 
 def graphs(args) -> dict:
     """Measure, per number of rows, plain decoding and decoding with exits."""
-    if args.device not in DEVICES:
+    if torch.device(args.device).type not in DEVICES:
         raise SystemExit(f"--device {args.device}: passes are graphs on {' and '.join(DEVICES)} alone")
     model = exiting_model(args)
     prompts = {rows: tokens(args, batch=rows, length=args.prompt) for rows in args.batch_sizes}
