@@ -357,12 +357,15 @@ def test_bad_input_before_a_model_is_loaded(folders, text, tmp_path, monkeypatch
         budget.main([argument.format(**places) for argument in arguments])
 
 
-def test_names_of_models():
+def test_names_of_models(tmp_path, monkeypatch):
     assert budget.parse_models(["runs/a/num_loops=4/final", "b=runs/b=1/final,x/b=2", "runs/c"]) == {
         "num_loops=4": ["runs/a/num_loops=4/final"],
         "b": ["runs/b=1/final", "x/b=2"],
         "c": ["runs/c"],
     }
+    (tmp_path / "own").mkdir()
+    monkeypatch.chdir(tmp_path / "own")
+    assert budget.parse_models(["final"]) == {"own": ["final"]} and budget.parse_models(["."]) == {"own": ["."]}
 
 
 def test_table():

@@ -2,7 +2,6 @@
 
 import math
 import statistics
-from pathlib import Path
 
 import torch
 from lm_eval.tasks import TaskManager
@@ -11,6 +10,7 @@ from transformers import AutoTokenizer
 from looped_eval.common.curves import Curves, Point, draw, more_is_better, of_few_questions, table
 from looped_eval.common.findings import best_depths
 from looped_eval.common.model_folder import model_folder
+from looped_eval.common.run_folder import name_of
 from looped_eval.common.task_names import TASKS, tasks_of
 from looped_eval.core.bundle import read_tasks
 from looped_eval.core.command import core_scores
@@ -41,8 +41,7 @@ def parse_models(arguments: list[str]) -> dict[str, list[str]]:
     for argument in arguments:
         name, _, folders = argument.partition("=")
         if not folders or "/" in name:  # a folder, whose name may hold an equals sign
-            path = Path(argument)
-            name, folders = (path.parent if path.name == "final" else path).name, argument
+            name, folders = name_of(argument), argument
         if name in models or not all(folders.split(",")):
             raise ValueError(f"{argument!r}: write DIR or NAME=DIR,DIR,... with a name of its own for each model")
         models[name] = folders.split(",")

@@ -141,11 +141,17 @@ class RunFolder:
         return "finished" if self.config else f"not finished: {self.steps} steps so far"
 
 
+def name_of(folder: str | Path) -> str:
+    """Return the name of a model's folder, that of the run for its final model."""
+    path = Path(folder).resolve()
+    return (path.parent if path.name == "final" else path).name
+
+
 def open_runs(folders) -> list[RunFolder]:
     """Open runs. A run is named by its folder, or by the whole path if two folders have the same name. The folder of a
     sweep is replaced by its runs."""
     folders = [run for folder in folders for run in runs_in(Path(folder))]
-    names = [(path.parent if path.name == "final" else path).name for path in map(Path.resolve, folders)]
+    names = list(map(name_of, folders))
     unique = len(set(names)) == len(names)
     return [RunFolder(folder, name if unique else str(folder)) for folder, name in zip(folders, names)]
 

@@ -16,6 +16,7 @@ from looped_eval.common.model_folder import (
     training_run,
     unlearned_start,
 )
+from looped_eval.common.run_folder import name_of
 from looped_recipes.common.checksums import renew_checksum
 from looped_recipes.common.command_line import check_counts, say_result, trust_of, typed
 from looped_recipes.common.files import check_writable
@@ -293,8 +294,7 @@ def run(args) -> Path:
         result["at_mean_loops"] = {"sequences": exits("sequence", sequences_at_loops), "tokens": of_tokens}
     content = {**asked, "text": args.read, "notes": notes, "result": result}
     write_json(output / "halting.json", content, args.command, digits=6)
-    name = folder.resolve().parent.name if folder.name == "final" else folder.resolve().name
-    write_page(name, content, output)
+    write_page(name_of(folder), content, output)
     print("", *(output / f"halting.{kind}" for kind in ("json", "svg", "html")), sep="\n")
     if args.write is not None:
         asked_first = tokens or [row for row in tokens_at_loops if row["wanted_loops"] == args.mean_loops[0]]
