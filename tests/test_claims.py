@@ -37,7 +37,6 @@ from looped_eval.claims import (
     theorems,
     trained_loops,
 )
-from looped_eval.claims.answers import answer
 from looped_eval.claims.definition import Beyond, Claim, Measurement, Paper, Setting, each_seed, load, row
 from looped_eval.claims.frequencies import loss_of_frequencies
 from looped_eval.claims.papers import PAPERS
@@ -59,6 +58,7 @@ from looped_eval.diagnose.growth import train_steps
 from looped_eval.diagnose.readout_probes import future_signal, radial_gradient, token_norms
 from looped_eval.diagnose.theorems import gaussian, of_stack
 from looped_eval.halting.calibration import Measured
+from looped_eval.tasks.answering import answer
 from looped_recipes.common.intervals import over_seeds
 from looped_recipes.common.measures import token_rms, update_parts
 from looped_recipes.common.metrics import read_metrics

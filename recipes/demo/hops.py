@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from looped_eval.halting.calibration import exit_loops
+from looped_eval.tasks.answering import CERTAINTY, QUESTIONS, answer
 from looped_eval.tasks.generators import documents, p_hop_question
 from looped_recipes.common.files import write_whole
 from looped_recipes.common.words import counted
@@ -23,9 +24,7 @@ from modeling_looped.exit_criteria import ExitRule
 
 RECIPE = Path(__file__).with_name("hops.yaml")
 HOPS = [1, 2, 3, 4]
-QUESTIONS = 252  # for each number of hops
 FORM = r"[a-z]{2}( [a-z]{2})* ; [a-z][1-9]"  # format of a question
-CERTAINTY = 0.9  # probability of the best answer at which a question stops looping
 
 
 def train_models(output: Path, settings: Sequence[str], num_documents: int) -> tuple[Path, Path, dict]:
@@ -70,16 +69,8 @@ class Answerer:
         return [self.tokenizer.decode(i).strip() for i in ids.tolist()]
 
     def accuracy_and_exits(self, hops: int, count: int) -> dict:
-        asked = [p_hop_question(number, hops) for number in range(count)]
-        right = [question["choices"][question["answer"]] for question in asked]
-        logits = self.logits([question["text"] for question in asked])
-        correct = torch.tensor([[a == b for a, b in zip(self.words(at.argmax(-1)), right)] for at in logits]).double()
-        loops = self.exits(logits)
-        return {
-            "accuracy": {loop: value for loop, value in enumerate(correct.mean(1).tolist(), start=1)},
-            "exit_loops": loops.double().mean().item(),
-            "exit_accuracy": correct[loops - 1, torch.arange(count)].mean().item(),
-        }
+        found = answer(self.model, self.tokenizer, [p_hop_question(number, hops) for number in range(count)])
+        return {**found, "accuracy": dict(enumerate(found["accuracy"], start=1))}
 
     def after_each_loop(self, question: str) -> dict:
         """Return the model's answer and its probability after every loop, and the loop at which it stops."""
@@ -101,13 +92,13 @@ def unseen_question(hops: int, number: int = QUESTIONS) -> tuple[str, str]:
 def measure(looped: Path, control: Path, count: int = QUESTIONS) -> dict:
     model, single = Answerer(looped), Answerer(control)
     found = {hops: model.accuracy_and_exits(hops, count) for hops in HOPS}
-    question, answer = unseen_question(HOPS[-1])
+    question, right = unseen_question(HOPS[-1])
     return {
         "questions": count,
         "certainty": CERTAINTY,
         **{name: {hops: found[hops][name] for hops in HOPS} for name in ("accuracy", "exit_loops", "exit_accuracy")},
         "control": {hops: single.accuracy_and_exits(hops, count)["accuracy"][1] for hops in HOPS},
-        "example": {"right": answer, **model.after_each_loop(question)},
+        "example": {"right": right, **model.after_each_loop(question)},
     }
 
 
@@ -126,6 +117,6 @@ def ask(folder: Path, question: str):
     for text, right in asked:
         print(f"\n{text} ?" + ("" if right is None else f"   (right: {right})"))
         said = model.after_each_loop(text)
-        for loop, (answer, sure) in enumerate(said["answers"], start=1):
+        for loop, (word, sure) in enumerate(said["answers"], start=1):
             stops = f"   stops here, at least {CERTAINTY:.0%} sure" * (loop == said["exit"] and sure >= CERTAINTY)
-            print(f"  after {counted(loop, 'loop')}: {answer}  {sure:4.0%}{stops}")
+            print(f"  after {counted(loop, 'loop')}: {word}  {sure:4.0%}{stops}")
