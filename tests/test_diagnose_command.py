@@ -9,6 +9,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 
+from looped_eval.common.held_out import HeldOutError
 from looped_eval.common.model_folder import results_folder
 from looped_eval.common.page import Charts, Heading
 from looped_eval.common.run_folder import RunFolder
@@ -208,13 +209,13 @@ def test_a_trained_model_reads_what_its_run_held_out(run_folder, tmp_path, capsy
 
     with pytest.raises(ValueError, match=r"holds 482 tokens, fewer than 31 rows of 16: ask for fewer"):
         open_model_and_text(str(run_folder), rows=31, length=16)
-    with pytest.raises(DiagnoseError, match="pass --text with --tokenizer"):
+    with pytest.raises(HeldOutError, match="leave out --tokenizer, or pass --text"):
         open_model_and_text(str(run_folder), tokenizer=str(run_folder / "final"))
     (run_folder / "recipe.yaml").unlink()
     with pytest.raises(ValueError, match=r"holds no recipe.yaml.*name a text"):
         open_model_and_text(str(run_folder))
     (run_folder / "metrics.jsonl").unlink()
-    with pytest.raises(DiagnoseError, match="in no training run.*pass --text"):
+    with pytest.raises(HeldOutError, match="in no training run.*pass --text.*--text embedded"):
         open_model_and_text(str(run_folder / "final"))
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from looped_eval.common.model_folder import training_run
 from looped_recipes.data.packing import PackedRows
 from looped_recipes.data.shards import Prepared, prepare
 from looped_recipes.settings.recipe import DataConfig, RecipeError, recipe_of_run
@@ -15,6 +16,16 @@ class HeldOutError(ValueError):
 
 
 ADVICE = "name a text that it was not trained on"
+
+
+def own_run(target: str, tokenizer: str | None, advice: str = ADVICE) -> Path:
+    """Return the training run of a model, which records the held-out text. tokenizer: another one, if it is named."""
+    run = training_run(target)
+    if run is None:
+        raise HeldOutError(f"{target!r} is in no training run, so what it was trained on is not known: {advice}")
+    if tokenizer is not None:
+        raise HeldOutError(f"what {run} held out is read with its own tokenizer: leave out --tokenizer, or {advice}")
+    return run
 
 
 def run_data(run: Path) -> DataConfig:

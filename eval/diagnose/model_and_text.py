@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import yaml
 
-from looped_eval.common.held_out import batch_as_trained, run_data
+from looped_eval.common.held_out import batch_as_trained, own_run, run_data
 from looped_eval.common.model_folder import (
     joined_tokens,
     model_folder,
@@ -32,6 +32,7 @@ from .readout_probes import token_classes
 
 
 LENGTH = 128  # tokens in a row
+ADVICE = "pass --text with a text that it was not trained on, or --text embedded"
 
 
 class DiagnoseError(ValueError):
@@ -100,7 +101,7 @@ def open_model_and_text(
         length = min(length, model.config.max_position_embeddings)
     own = folder if folder is not None and (folder / "tokenizer_config.json").is_file() else None
     if from_run:
-        batch, read = own_batch(target, run, tokenizer, rows, length)
+        batch, read = batch_as_trained(own_run(target, tokenizer, ADVICE), rows, length)
         tokenizer = own
     else:
         tokenizer = own if tokenizer is None else tokenizer
@@ -165,18 +166,6 @@ def make_config(fields: dict, overrides: list[str]) -> LoopedConfig:
         return LoopedConfig(**fields) if preset is None else LoopedConfig.from_preset(preset, **fields)
     except TypeError as error:
         raise DiagnoseError(f"{' '.join(overrides)} makes no config: {error}") from error
-
-
-def own_batch(target: str, run: Path | None, tokenizer: str | None, rows: int, length: int):
-    """Return rows that the run of a trained model held out, and the name of the text."""
-    if run is None:
-        raise DiagnoseError(
-            f"{target!r} is in no training run, so what it was trained on is not known: pass --text with a text that "
-            "it was not trained on, or --text embedded"
-        )
-    if tokenizer is not None:
-        raise DiagnoseError(f"what {run} held out is read with its own tokenizer: pass --text with --tokenizer")
-    return batch_as_trained(run, rows, length)
 
 
 def text_batch(config, tokenizer, text: str | None, rows: int, length: int, seed: int):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from looped_eval.common.held_out import HeldOutError, rows_as_trained, run_data
+from looped_eval.common.held_out import HeldOutError, own_run, rows_as_trained, run_data
 from looped_eval.common.model_folder import (
     joined_tokens,
     open_config,
@@ -125,7 +125,7 @@ def two_slices(args, folder: Path, config) -> tuple[torch.Tensor, torch.Tensor]:
         args.read, args.unlearned = ", ".join(args.text), unlearned_start(tokenizer)
         rows = text_rows(args.text, tokenizer, count, length, args.seed, args.unlearned)
     else:
-        least, run = count if args.sequences else 2 * LEAST_SEQUENCES, own_run(args)
+        least, run = count if args.sequences else 2 * LEAST_SEQUENCES, own_run(args.model, args.tokenizer)
         try:
             rows, args.unlearned, args.read = rows_as_trained(run, count, length, args.seed, least)
         except HeldOutError as error:
@@ -137,19 +137,6 @@ def two_slices(args, folder: Path, config) -> tuple[torch.Tensor, torch.Tensor]:
     args.sequences = len(rows) // 2
     rows = rows[: 2 * args.sequences]
     return rows.to(args.device).chunk(2)
-
-
-def own_run(args) -> Path:
-    """Return the training run of the model, which records the held-out text."""
-    run = training_run(args.model)
-    if run is None:
-        raise ValueError(
-            f"{args.model!r} is in no training run, so what it was trained on is not known: name a text that it was "
-            "not trained on"
-        )
-    if args.tokenizer is not None:
-        raise ValueError(f"what {run} held out is read with its own tokenizer: name a text with --tokenizer")
-    return run
 
 
 FAR = 1.5  # times the perplexity of the last validation
