@@ -4,6 +4,8 @@ import json
 import random
 from pathlib import Path
 
+from looped_recipes.data.packing import PackedRows
+
 
 WORDS = "loop depth state norm exit gate cache slot token head row part step mean noise core".split()
 
@@ -18,3 +20,8 @@ def write_jsonl(path: Path, documents: list[str], field: str = "text") -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps({"id": i, field: text}) + "\n" for i, text in enumerate(documents)))
     return path
+
+
+def plain_rows(*shape, **settings) -> PackedRows:
+    """Return rows of one stream, in which no start token is a target."""
+    return PackedRows(*shape, **{"learn_start": False, "document_masking": False, "start_ends": False, **settings})

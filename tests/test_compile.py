@@ -19,13 +19,13 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._guards import TracingContext
 from transformers import CompileConfig
 
-from looped_recipes.data.packing import PackedRows
 from looped_recipes.engine.compiling import blocks_of, compile_blocks, compile_parts
 from looped_recipes.engine.validation import validate
 from looped_recipes.settings.recipe import load_recipe
 from modeling_looped import compiled_blocks, cross_entropy
 from modeling_looped.layers import AttentionSite
 from tests.helpers import LIKE_GEMMA2, LIKE_OLMO2, Graphs, quick_and_slow, random_ids, tiny_model
+from tests.helpers_data import plain_rows
 from tests.helpers_pretrain import SMOKE
 
 
@@ -394,7 +394,7 @@ def test_every_pass_of_a_validation_begins_a_step_of_the_graphs(monkeypatch):
     recipe = load_recipe(SMOKE / "flt.yaml", settings)
     length, model = recipe.data.sequence_length, tiny_model(preset="flt", vocab_size=64)
     tokens = np.random.default_rng(0).integers(0, 64, 8 * length)
-    rows = PackedRows([tokens], length, length, start=1, token_bytes=torch.ones(64))
+    rows = plain_rows([tokens], length, length, start=1, token_bytes=torch.ones(64))
     alone = SimpleNamespace(
         process_index=0,
         num_processes=1,

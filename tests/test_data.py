@@ -34,13 +34,13 @@ from looped_recipes.common.errors import CommandError
 from looped_recipes.data import part_files as parts
 from looped_recipes.data import shards, sources
 from looped_recipes.data.embedded import embedded_documents
-from looped_recipes.data.packing import PackedRows, best_fit, document_positions
+from looped_recipes.data.packing import best_fit, document_positions
 from looped_recipes.data.shards import open_prepared
 from looped_recipes.data.shuffle import rows_of_step
 from looped_recipes.data.sources import readable
 from looped_recipes.settings.recipe import DataConfig, RecipeError
 from tests.helpers import quick_and_slow, tiny_model, tiny_tokenizer
-from tests.helpers_data import WORDS, make_documents, write_jsonl
+from tests.helpers_data import WORDS, make_documents, plain_rows, write_jsonl
 
 
 START, END = 0, 1
@@ -154,7 +154,7 @@ def naive_best_fit(sizes: list[int], length: int, keep: bool) -> list[list[int]]
 def test_best_fit_takes_the_largest_that_fits_else_crops_the_shortest(sizes, length, keep):
     values = iter(range(2, 10**6))
     documents = [np.array([START, *(next(values) for _ in range(size - 2)), END]) for size in sizes]
-    rows, left = best_fit(documents, length, keep)
+    rows, left = best_fit(documents, length, keep, num_starts=1)
 
     assert all(len(row) == length and row[0] == START for row in rows)  # no padding; aligned
     assert sum(map(len, left)) < length
@@ -182,14 +182,14 @@ def test_positions_begin_again_at_every_document(tokens):
     for i, token in enumerate(tokens):
         position = 0 if token == START or i == 0 else position + 1
         expected.append(position)
-    assert document_positions(np.array([tokens]), START).tolist() == [expected]
+    assert document_positions(np.array([tokens]), START, after=False).tolist() == [expected]
 
 
 @given(st.lists(st.integers(0, 9), max_size=6), st.integers(1, 6), st.integers(1, 9))
 def test_rows_are_windows_of_the_stream_across_shards(sizes, length, stride):
     stream = np.arange(2, 2 + sum(sizes), dtype=np.uint16)
     shards = np.split(stream, np.cumsum(sizes)[:-1]) if sizes else []
-    rows = PackedRows(shards, length, stride, START, token_bytes=torch.ones(100, dtype=torch.int64))
+    rows = plain_rows(shards, length, stride, START, token_bytes=torch.ones(100, dtype=torch.int64))
     expected = [stream[i : i + length].tolist() for i in range(0, len(stream) - length + 1, stride)]
     assert len(rows) == len(expected)
     if expected:
@@ -203,9 +203,9 @@ def test_rows_are_windows_of_the_stream_across_shards(sizes, length, stride):
 def test_start_tokens_are_learned_only_where_they_also_end_a_document():
     stream = np.array([0, 5, 1, 0, 7, 8])
     lengths = torch.tensor([0, 0, 0, 0, 0, 3, 0, 4, 5])
-    apart = PackedRows([stream], 6, 6, START, lengths).batch([0])
+    apart = plain_rows([stream], 6, 6, START, lengths).batch([0])
     assert apart["labels"].tolist() == [[-100, 5, 1, -100, 7, 8]]
-    both = PackedRows([stream], 6, 6, START, lengths, learn_start=True)
+    both = plain_rows([stream], 6, 6, START, lengths, learn_start=True)
     assert both.batch([0])["labels"].tolist() == [stream.tolist()]
     # bytes of the target of each position: what comes next, nothing for special tokens and at the end
     assert both.num_bytes(both.batch([0, 0])["labels"]).tolist() == [[3, 0, 0, 4, 5, 0]] * 2
@@ -216,7 +216,7 @@ def test_masked_documents_are_what_they_are_alone():
     model = tiny_model()
     pieces = [[5, 6, 7], [START, 9, 8, 7, 6], [START, 11], [START, 12, 13, 14, 15, 16]]
     stream = np.concatenate(pieces)
-    rows = PackedRows([stream, stream[::-1]], 16, 16, START, torch.ones(99), document_masking=True)
+    rows = plain_rows([stream, stream[::-1]], 16, 16, START, torch.ones(99), document_masking=True)
     batch = rows.batch([0, 1])
     with torch.no_grad():
         packed = model(batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits[0]
@@ -243,7 +243,7 @@ def test_concatenation_keeps_every_document_in_order(make_data):
     batch = rows.batch([0, 11, len(rows) - 1])
     assert batch["input_ids"].tolist() == [stream[7 * i : 7 * i + 32].tolist() for i in (0, 11, len(rows) - 1)]
     assert batch["position_ids"].tolist() == [
-        document_positions(row[None], prepared.tokenizer.bos_token_id)[0].tolist()
+        document_positions(row[None], prepared.tokenizer.bos_token_id, after=False)[0].tolist()
         for row in batch["input_ids"].numpy()
     ]
 

@@ -32,7 +32,6 @@ from looped_recipes.common.errors import CommandError
 from looped_recipes.common.files import write_whole
 from looped_recipes.common.hardware import known_rate
 from looped_recipes.common.metrics import read_metrics
-from looped_recipes.data.packing import PackedRows
 from looped_recipes.data.shards import prepare
 from looped_recipes.engine import peers, publish, reports, training
 from looped_recipes.engine.beginning import precision_of
@@ -46,6 +45,7 @@ from looped_recipes.pretrain import main
 from looped_recipes.settings.recipe import RecipeError, load_recipe
 from modeling_looped import LoopedConfig, LoopedForCausalLM
 from tests.helpers import quick_and_slow
+from tests.helpers_data import plain_rows
 from tests.helpers_pretrain import SMOKE, logged_losses, logged_values, smoke_settings
 from tests.helpers_processes import ROOT, import_paths, run_and_kill
 
@@ -724,7 +724,7 @@ def test_the_advice_for_a_checkpoint_of_another_config_lets_the_run_go_on(other,
 
 def test_rows_that_begin_elsewhere_are_other_data():
     """Also where their number and the text of those that are compared are the same."""
-    rows = PackedRows([np.zeros(96, dtype=np.int64)], 32, 32, start=1, token_bytes=torch.ones(1))
+    rows = plain_rows([np.zeros(96, dtype=np.int64)], 32, 32, start=1, token_bytes=torch.ones(1))
     data = SimpleNamespace(train=rows, validation=rows, manifest={"tokenizer": {"sha256": ""}})
     plain, half, whole = (
         compared_settings(

@@ -11,7 +11,6 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from tqdm import tqdm
 
-from looped_recipes.data.packing import PackedRows
 from looped_recipes.engine import reports as reports_module
 from looped_recipes.engine import step as step_module
 from looped_recipes.engine.batches import Batches
@@ -27,6 +26,7 @@ from looped_recipes.engine.step import Steps
 from looped_recipes.engine.validation import validate
 from looped_recipes.settings.recipe import RecipeError, load_recipe
 from modeling_looped import LoopedForCausalLM
+from tests.helpers_data import plain_rows
 
 from .helpers_pretrain import SMOKE
 
@@ -61,7 +61,7 @@ def steps(monkeypatch):
         model = LoopedForCausalLM(recipe.model_config(vocab_size=64)).train()
         length = recipe.data.sequence_length
         tokens = np.random.default_rng(0).integers(0, 64, 20 * length)
-        rows = PackedRows([tokens], length, length, start=1, token_bytes=torch.ones(64))
+        rows = plain_rows([tokens], length, length, start=1, token_bytes=torch.ones(64))
         optimizers = [accelerator.prepare_optimizer(each) for each in build_optimizers(model, recipe.optimizer, 10)]
         schedulers = build_schedulers(optimizers, recipe.schedule, 10)
         return Steps(recipe, accelerator, model, optimizers, schedulers, Batches(recipe, model, rows, accelerator), 10)

@@ -11,7 +11,6 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
 
-from looped_recipes.data.packing import PackedRows
 from looped_recipes.engine import batches as batches_module
 from looped_recipes.engine import step as step_module
 from looped_recipes.engine.batches import Batches
@@ -24,6 +23,7 @@ from looped_recipes.settings.recipe import load_recipe
 from modeling_looped import LoopedForCausalLM
 from modeling_looped.cross_entropy import shift
 from tests.helpers import quick_and_slow, random_ids, tiny_model
+from tests.helpers_data import plain_rows
 from tests.helpers_pretrain import SMOKE
 
 
@@ -66,7 +66,7 @@ def steps_on_meta(accelerator, name: str, *settings: str) -> Steps:
         model = LoopedForCausalLM(config).train()
     tokens = np.random.default_rng(0).integers(0, 64, 20 * recipe.data.sequence_length)
     length = recipe.data.sequence_length
-    rows = PackedRows([tokens], length, length, start=1, token_bytes=torch.ones(64))
+    rows = plain_rows([tokens], length, length, start=1, token_bytes=torch.ones(64))
     optimizers = build_optimizers(model, recipe.optimizer, 10)
     schedulers = build_schedulers(optimizers, recipe.schedule, 10)
     return Steps(recipe, accelerator, model, optimizers, schedulers, Batches(recipe, model, rows, accelerator), 10)

@@ -87,7 +87,7 @@ def halting(model, run: Path, rows: int = HALTED_ROWS) -> dict:
     drawn = held_out_rows(run, 2 * rows, run_data(run).sequence_length + 1, seed=0)[0]
     loops = model.trained_depth
     known, asked = (measure(model, part, loops, ["logit_margin"], 32).sequences() for part in drawn.chunk(2))
-    rule = ExitRule("logit_margin", calibrate("logit_margin", known, BUDGET)).checked(model.config, loops)
+    rule = ExitRule("logit_margin", calibrate("logit_margin", known, BUDGET, min_loops=1)).checked(model.config, loops)
     stops = exit_loops(rule, asked.scores["logit_margin"])
     full = mean_perplexity(asked.losses[-1])
     return {"loops": stops.double().mean().item(), "perplexity_ratio": perplexity_at(stops, asked.losses) / full}

@@ -79,21 +79,21 @@ def try_all(name: str, units: Units, min_loops: int) -> Tried:
     return Tried(sign * best[possible], losses[possible], loops[possible])
 
 
-def calibrate(name: str, units: Units, budget: float, min_loops: int = 1) -> float:
+def calibrate(name: str, units: Units, budget: float, min_loops: int) -> float:
     """Return the threshold with the fewest loops whose perplexity is at most 1 + budget times the last loop's."""
     tried = try_all(name, units, min_loops)
     allowed = (tried.losses <= math.log1p(budget)).nonzero()
     return tried.thresholds[allowed[-1]].item() if len(allowed) else never(name)
 
 
-def calibrate_loops(name: str, units: Units, mean_loops: float, min_loops: int = 1) -> float | None:
+def calibrate_loops(name: str, units: Units, mean_loops: float, min_loops: int) -> float | None:
     """Return the threshold whose mean loops are nearest to `mean_loops`, and not above; None if all have more."""
     tried = try_all(name, units, min_loops)
     few = (tried.loops <= mean_loops + 1e-9).nonzero()
     return tried.thresholds[few[0]].item() if len(few) else None
 
 
-def least_loops(name: str, units: Units, min_loops: int = 1) -> float:
+def least_loops(name: str, units: Units, min_loops: int) -> float:
     """Return the mean loops of the threshold with the most exits."""
     loops = try_all(name, units, min_loops).loops
     return loops[-1].item() if len(loops) else float(len(units.losses))

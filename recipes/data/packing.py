@@ -17,7 +17,7 @@ from modeling_looped.cross_entropy import IGNORE_INDEX
 
 
 def best_fit(
-    documents: Sequence[np.ndarray], length: int, keep: bool, num_starts: int = 1
+    documents: Sequence[np.ndarray], length: int, keep: bool, num_starts: int
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Return full rows, each beginning with a document, and the documents left over when no more row can be filled.
 
@@ -47,7 +47,7 @@ def best_fit(
     return rows, [documents[number] for number in sorted(number for _, number in pool)]
 
 
-def document_positions(tokens: np.ndarray, mark: int, after: bool = False) -> np.ndarray:
+def document_positions(tokens: np.ndarray, mark: int, after: bool) -> np.ndarray:
     """Return position ids [rows, length] that restart at 0 at every `mark`, or with `after` at the token after it."""
     places = np.broadcast_to(np.arange(tokens.shape[-1]), tokens.shape)
     begins = tokens == mark
@@ -66,9 +66,9 @@ class PackedRows:
         stride: int,
         start: int,  # the token that begins documents, or ends them if start_ends
         token_bytes: torch.Tensor,  # [vocabulary]
-        learn_start: bool = False,  # predict `start`; not needed where it always follows an end token
-        document_masking: bool = False,
-        start_ends: bool = False,  # `start` is the last token of documents, and they have no start token
+        learn_start: bool,  # predict `start`; not needed where it always follows an end token
+        document_masking: bool,
+        start_ends: bool,  # `start` is the last token of documents, and they have no start token
     ):
         self.shards = list(shards)
         # the position in the stream where each shard begins, and at last the length of the stream
