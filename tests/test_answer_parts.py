@@ -84,6 +84,8 @@ def test_an_answer_keeps_the_space_before_it():
             assert cut.text == "ab" * echo + " a" == "".join(cut.logprobs.tokens)
         stream = complete(client, "ab", 3, depth, stream=True)
         assert "".join(part.choices[0].text for part in stream) == " ac ab"
+        answer = client.chat.completions.create(**ASKED, max_tokens=3, stop=" a", extra_body=depth)  # begins a text
+        assert (answer.choices[0].message.content, answer.usage.completion_tokens) == ("ac", 3)
 
 
 @pytest.fixture(scope="module")

@@ -325,6 +325,23 @@ def test_an_answer_ends_where_transformers_ends_it(make):
     assert 30 < ended < 120
 
 
+@pytest.mark.parametrize("make", [letters_tokenizer, byte_tokenizer, byte_level_tokenizer])
+def test_an_answer_that_begins_a_text_ends_where_its_text_has_a_stop(make):
+    """Some tokenizers drop the first space of a text, so that no stop text begins with it."""
+    tokenizer, rng, ended = make(), Random(0), 0
+    pieces = [" a", " ", "ab", " abc"] + (["\n", "\u20ac"] if make is not letters_tokenizer else [])
+    for _ in range(40):
+        texts = [rng.choice(pieces) for _ in range(12)]
+        answer = [i for text in texts for i in tokenizer(text, add_special_tokens=False).input_ids]
+        stops = ["".join(texts)[: rng.randint(1, 4)], " " + rng.choice(["abc", "\n", " a"])]
+        ends = range(1, len(answer) + 1)
+        expected = next((end for end in ends if any(stop in tokenizer.decode(answer[:end]) for stop in stops)), None)
+        criteria = StopsInAnswer(tokenizer, stops, 1, begins_a_text=True)
+        assert next((end for end in ends if criteria(torch.tensor([[0, *answer[:end]]]), None)), None) == expected
+        ended += expected is not None
+    assert ended > 10
+
+
 def test_of_several_stop_texts_the_first_in_the_answer_ends_it():
     assert StopTexts(["b", "a"]).before("xaby", is_last=True) == "x"
 

@@ -108,7 +108,9 @@ class ModelOfRequest:
         elif config.num_beams in (None, 1):  # beams take no streamer
             streamer = self.until_cancelled
         if config.stop_strings:
-            kwargs["stopping_criteria"] = [StopsInAnswer(kwargs["tokenizer"], config.stop_strings, length)]
+            begins_a_text = self.asked.prompt is None
+            stops = StopsInAnswer(kwargs["tokenizer"], config.stop_strings, length, begins_a_text)
+            kwargs["stopping_criteria"] = [stops]
             config.stop_strings = None
         asked, prompt = self.asked, kwargs["input_ids"]
         config.return_dict_in_generate, config.output_logits = True, asked.likeliest is not None

@@ -12,24 +12,31 @@ class StopsInAnswer(StoppingCriteria):
 
     It ends the tokens that StopStringCriteria of transformers ends, but decodes their end. That class first compares
     the texts with the whole vocabulary, which takes seconds, and a minute if they are many.
+
+    begins_a_text: the answer does not go on from the prompt, so its first space may be dropped, as in a conversation.
     """
 
     reads_rows_apart = True
 
-    def __init__(self, tokenizer, texts: str | list[str], prompt_length: int):
-        self.tokenizer, self.prompt_length = tokenizer, prompt_length
+    def __init__(self, tokenizer, texts: str | list[str], prompt_length: int, begins_a_text: bool = False):
+        self.tokenizer, self.prompt_length, self.begins_a_text = tokenizer, prompt_length, begins_a_text
         self.texts = [texts] if isinstance(texts, str) else texts
         most = max(len(text.encode()) for text in self.texts)  # each token has one byte or more
         self.sizes = range(most, most + 4)  # where tokens are bytes, one of these ends begins with a whole character
         self.letters = tokenizer(LETTERS, add_special_tokens=False).input_ids
 
     def __call__(self, input_ids, scores, **kwargs):
-        answers = input_ids[:, self.prompt_length :][:, -self.sizes[-1] :].tolist()
+        answers = input_ids[:, self.prompt_length :][:, -self.sizes[-1] - 1 :].tolist()
         return torch.tensor([*map(self.is_met, answers)], device=input_ids.device)
 
     def is_met(self, tokens: list[int]) -> bool:
-        ends = [decode(self.tokenizer, [*self.letters, *tokens[-size:]]).partition(LETTERS)[2] for size in self.sizes]
+        ends = [self.end(tokens, size) for size in self.sizes]
         return any(text in end for text in self.texts for end in ends)
+
+    def end(self, tokens: list[int], size: int) -> str:
+        if self.begins_a_text and len(tokens) <= size:
+            return decode(self.tokenizer, tokens)
+        return decode(self.tokenizer, [*self.letters, *tokens[-size:]]).partition(LETTERS)[2]
 
 
 def decode(tokenizer, tokens: list[int]) -> str:
