@@ -4,6 +4,7 @@ import json
 from random import Random
 
 import pytest
+import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -12,6 +13,7 @@ from tests.test_serve import byte_level_tokenizer, byte_tokenizer, complete, ope
 
 
 answer_parts = pytest.importorskip("looped_eval.serve.answer_parts")  # needs the server of transformers
+handlers = pytest.importorskip("looped_eval.serve.handlers")
 ASKED = {"model": "tiny", "messages": [{"role": "user", "content": "ab"}]}
 THOUGHTS = {"open": "<think>", "close": "</think>", "content": "text"}
 CALLS = {"open": "<call>", "close": "</call>", "repeats": True, "content": "json"}
@@ -120,7 +122,7 @@ def told_parts(client, is_stream: bool, **fields) -> tuple:
         ('I<call>{"name": "f", "arguments": }</call>' + SECOND, None, ("", "I", "g", "tool_calls")),
         ('<call>{"c": "Z"}</call>I look.', None, ("", "I look.", "", "length")),
         ("<call>[5]</call>" + FIRST, None, ("", "", "f", "tool_calls")),
-        ("<think>let me see</think>I", ["me"], ("let ", "", "", "stop")),
+        ("<think>let me see</think>I", ["me"], ("let", "", "", "stop")),
         ("<think>so \u20ac", None, ("so \ufffd", "", "", "length")),
         ("I look" + FIRST + ", and", None, ("", "I look, and", "f", "tool_calls")),
         ("<think>so</think>I<think>me</think>and", None, ("some", "Iand", "", "length")),
@@ -132,8 +134,30 @@ def test_parts_of_an_answer_that_are_whole(parted, text, stop, expected, is_stre
     ids = tokenizer(text).input_ids[: -1 if "\u20ac" in text else None]  # within the character
     written = {"generation_config": config_that_writes(ids)}
     found = told_parts(client, is_stream, max_tokens=len(ids), stop=stop, extra_body=written)
-    expected = expected if is_stream else tuple(part.strip() for part in expected)  # as transformers strips whole ones
     assert found == expected
+
+
+@pytest.mark.parametrize("strips", [{}, {"thinking": False}, {"content": False}, {"thinking": True, "content": True}])
+def test_white_space_is_stripped_as_transformers_strips_it(strips):
+    """In the parts of a stream and in a whole answer: around each field, unless its template keeps it."""
+    tokenizer, rng = byte_level_tokenizer(), Random(0)
+    told = {name: {**PARTED[name], "content_args": {"strip": strip}} for name, strip in strips.items()}
+    template = {"start_anchor": "ab ", "fields": {**PARTED, **told}}
+    server = handlers.OneModel("tiny", None, tokenizer)
+    for _ in range(20):
+        thoughts, content = ("".join(rng.choices(["\n", " ", "so", "\u20ac", "  "], k=6)) for _ in range(2))
+        ids = tokenizer(f"<think>{thoughts}</think>{content}" + "<end>" * rng.randint(0, 1)).input_ids
+        expected = tokenizer.parse_response(ids, template, prefix="")
+        expected = tuple(expected.get(name, "") for name in ("thinking", "content"))
+        parser = handlers.ResponseParser(template, prefix="")
+        text = answer_parts.TextOfTokens(tokenizer, skip_special_tokens=False)
+        stream = answer_parts.AnswerParts(text, handlers.StopTexts(None), parser)
+        parts = [part for token in ids for part in stream.put(token)] + stream.end()
+        thoughts = "".join(part for part in parts if isinstance(part, handlers.ReasoningText))
+        assert (thoughts, "".join(part for part in parts if type(part) is str)) == expected
+        handlers.current_request.set(handlers.Asked({}, None, has_length=False, has_config=False))
+        whole = server.tokenizer.parse_response(torch.tensor(ids), template, prefix="")
+        assert tuple(whole.get(name, "") for name in ("thinking", "content")) == expected
 
 
 @pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "stream"])

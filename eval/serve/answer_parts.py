@@ -68,6 +68,7 @@ class AnswerParts:
 
     def __init__(self, text: TextOfTokens, stops: StopTexts, parser=None):
         self.text, self.stops, self.parser = text, stops, parser
+        self.held: dict[str, str] = {}  # white space at the end of each field that has begun
 
     def put(self, token: int) -> list[str | ToolCall]:
         return self.read(self.text.add(token))
@@ -90,7 +91,18 @@ class AnswerParts:
                 is_read = True
             except WRITTEN_WRONGLY:  # a tool call that is cut off or badly formed is left out, not what is beside it
                 self.parser._reset_to_implicit()
-        return [*chain.from_iterable(map(parts_of, events))]
+        return [*chain.from_iterable(parts_of(self.stripped(event)) for event in events)]
+
+    def stripped(self, event: dict) -> dict:
+        """Return the event without white space at the beginning and end of its field, unless the template keeps it."""
+        field = event["field"]
+        if event["type"] != "region_chunk" or not self.parser._spec.fields[field].content_args.get("strip", True):
+            return event
+        text = self.held[field] + event["text"] if field in self.held else event["text"].lstrip()
+        told = text.rstrip()
+        if text:
+            self.held[field] = text[len(told) :]
+        return {**event, "text": told}
 
 
 def parts_of(event: dict) -> list[str | ToolCall]:

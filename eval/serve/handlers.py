@@ -49,8 +49,8 @@ class OneModel(ModelManager):
         asked.stops = StopTexts(asked.stops.texts)  # it has searched the text without special tokens
         told = asked.parts(self.tokenizer, [], parser).whole(ids.tolist())
         calls = [{"function": vars(part)} for part in told if isinstance(part, ToolCall)]
-        thoughts = "".join(part for part in told if isinstance(part, ReasoningText)).strip()
-        content = "".join(part for part in told if type(part) is str).strip()
+        thoughts = "".join(part for part in told if isinstance(part, ReasoningText))
+        content = "".join(part for part in told if type(part) is str)
         # of the two names of thoughts, each version of transformers reads its own
         fields = {"content": content, "reasoning_content": thoughts, "thinking": thoughts, "tool_calls": calls}
         return {name: value for name, value in fields.items() if value}
