@@ -6,10 +6,20 @@ import pytest
 import torch
 
 from looped_eval.serve import shared_generation
-from looped_eval.serve.likelihoods import LEAST, foretold, likelihoods
+from looped_eval.serve.asked import Asked
+from looped_eval.serve.likelihoods import LEAST, foretold, likelihoods, of_chat, of_completion
+from looped_eval.serve.stop_texts import StopTexts
 from modeling_looped.exit_criteria import ExitRule
 from tests.helpers import tiny_model, tiny_tokenizer
-from tests.test_serve import complete, expected, letters_tokenizer, openai, serving
+from tests.test_serve import (
+    byte_level_tokenizer,
+    byte_tokenizer,
+    complete,
+    expected,
+    letters_tokenizer,
+    openai,
+    serving,
+)
 
 
 EXITS = {"num_loops": 6, "exit_criterion": "latent_diff", "exit_threshold": 0.5}
@@ -132,6 +142,39 @@ def test_log_probabilities_in_a_conversation(served):
         assert bytes(each.bytes).decode() == each.token
     without = client.chat.completions.create(model="tiny", **asked).choices[0].logprobs.content
     assert [len(each.top_logprobs) for each in without] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("make", [byte_tokenizer, byte_level_tokenizer])
+def test_bytes_are_those_of_each_token(make):
+    """Also of alternatives, and where characters are of several tokens, the last of which is cut off."""
+    tokenizer, text = make(), "ab \u5929 ac\u20ac\u00e9 a\u592f"
+    own = {}
+    for character in "\u5929\u20ac\u00e9\u592f":  # a token for each byte
+        ids = tokenizer(character, add_special_tokens=False).input_ids
+        own |= zip(ids, ([byte] for byte in character.encode()), strict=True)
+    ids = tokenizer(text, add_special_tokens=False).input_ids[:-1]
+    said = foretold(torch.zeros(len(ids), len(tokenizer)), ids, len(tokenizer))
+    found = likelihoods(tokenizer, ids, said)
+    content = of_chat(found)["content"]
+    assert bytes(byte for each in content for byte in each["bytes"]) == text.encode()[:-1]
+    assert "".join(each["token"] for each in content) == tokenizer.decode(ids)
+    for each, told, names in zip(said, content, of_completion(found)["top_logprobs"], strict=True):
+        others = dict(zip([token for token, _ in each.best], told["top_logprobs"], strict=True))
+        assert {token: others[token]["bytes"] for token in own} == own
+        assert len({others[token]["token"] for token in own} & {*names}) == len(own)
+    begin = likelihoods(tokenizer, ids[:1], said[:1])[0].best
+    assert {rf"bytes:\x{byte:02x}" for (byte,) in own.values()} <= {name for name, _, _ in begin}
+
+
+@pytest.mark.parametrize(
+    ("size", "stop", "count"), [(4, "b\ufffd", 2), (6, "\u20ac", 3), (6, "b\u20ac", 2), (8, "c", 8), (9, "\u5929", 6)]
+)
+def test_log_probabilities_end_before_characters_that_are_cut_off(size, stop, count):
+    tokenizer = byte_level_tokenizer()
+    ids = tokenizer("efb\u20ac\u5929").input_ids[:size]
+    found = likelihoods(tokenizer, ids, foretold(torch.zeros(size, len(tokenizer)), ids, 0))
+    asked = Asked({}, None, False, False, loops=[2] * size, likelihoods=found, stops=StopTexts(stop))
+    assert asked.likelihoods_before_stop() == found[:count]
 
 
 @pytest.mark.parametrize("new_tokens", [0, 1, 3])

@@ -1,17 +1,20 @@
 """An answer from its tokens: the same text and parts, whether it comes at once or as a stream."""
 
+import re
 from collections.abc import Sequence
 from itertools import chain
 
 from transformers.cli.serving.utils import ToolCall, response_events_to_chunks
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from .stop_texts import StopTexts
+from .stop_texts import StopTexts, decode
 
 
 INCOMPLETE = "\ufffd"  # what tokenizers write for bytes that are no character, or not yet
 CONTEXT = 16  # tokens before a text whose decoding tells how it begins
 CHARACTER = 4  # bytes of the longest character, so tokens at most
 LONGEST = 16  # tokens that wait for a whole character: a tokenizer may have told none of so many stray bytes
+BYTE_OF_LETTER = {letter: byte for byte, letter in bytes_to_unicode().items()}  # in names of byte-level tokens
 # what a parser of answers raises at a text that its template does not foresee
 WRITTEN_WRONGLY = (ValueError, TypeError, LookupError, AttributeError, RuntimeError)
 
@@ -58,9 +61,24 @@ class TextOfTokens:
         """Return the text of a token that could come next; also of special tokens and of incomplete characters."""
         return self.after_told([*self.pending, token]) or self.tokenizer.decode(token)
 
+    def bytes_of_next(self, token: int, text: str) -> bytes | None:
+        """Return the bytes of a token that would add `text`: its own if others begin or end a character of it."""
+        is_part = INCOMPLETE in text or self.pending and INCOMPLETE in self.after_told(self.pending)
+        return bytes_of_token(self.tokenizer, token) if is_part else text.encode()
+
     def end(self) -> str:
         """Return the text of tokens at the end that are no whole character."""
         return self.after_told(self.pending)
+
+
+def bytes_of_token(tokenizer, token: int) -> bytes | None:
+    """Return the bytes that a token stands for behind others, or None where its name does not tell them."""
+    text, name = decode(tokenizer, [token]), tokenizer.convert_ids_to_tokens(token)
+    if INCOMPLETE not in text:
+        return decode(tokenizer, [token, token]).removeprefix(text).encode()  # with the space before it
+    if re.fullmatch("<0x[0-9A-Fa-f]{2}>", name):
+        return bytes([int(name[1:-1], 16)])
+    return bytes(BYTE_OF_LETTER[letter] for letter in name) if BYTE_OF_LETTER.keys() >= {*name} else None
 
 
 class AnswerParts:

@@ -74,12 +74,15 @@ class Asked:
 
     def likelihoods_before_stop(self) -> list[Likelihood]:
         """Return the log-probabilities without those of tokens that were cut off with a stop text."""
-        found = list(self.likelihoods)
-        answer = "".join(each.text for each in found[len(found) - len(self.loops) :])
+        begin = len(self.likelihoods) - len(self.loops)
+        prompt, found = self.likelihoods[:begin], self.likelihoods[begin:]
+        answer = "".join(each.text for each in found)
         too_long = len(answer) - len(StopTexts(self.stops.texts).before(answer, is_last=True))
-        while too_long > 0:
+        while found and (
+            too_long > 0 or not found[-1].text and found[-1].own
+        ):  # or begins a character that is cut off
             too_long -= len(found.pop().text)
-        return found
+        return prompt + found
 
     def text_of_prompt(self, tokenizer) -> str:
         return "".join(pieces(tokenizer, self.prompt)) if isinstance(self.prompt, list) else self.prompt

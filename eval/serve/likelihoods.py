@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from .answer_parts import TextOfTokens
+from .answer_parts import INCOMPLETE, TextOfTokens
 
 
 LEAST = -9999.0  # OpenAI's value for impossible tokens: JSON has no infinity
@@ -16,15 +16,16 @@ class Likelihood(NamedTuple):
     """Log-probability of one token by the model alone, before temperature, biases and penalties."""
 
     text: str  # that the token adds
+    own: bytes | None  # of the token, which may be a part of a character; None: not known
     logprob: float | None  # None: the first token of a prompt, which is not predicted
-    best: list[tuple[str, float]]  # the likeliest tokens at its position
+    best: list[tuple[str, bytes | None, float]]  # the likeliest tokens at its position
 
 
 class Foretold(NamedTuple):
     """What is kept of the logits at one position: a whole vocabulary of them for every token would fill the memory."""
 
     token: int
-    logprob: float
+    logprob: float | None
     best: list[tuple[int, float]]  # the likeliest tokens
 
 
@@ -40,12 +41,25 @@ def foretold(logits: torch.Tensor, tokens: Sequence[int], count: int) -> list[Fo
 def likelihoods(tokenizer, ids: list[int], said: list[Foretold]) -> list[Likelihood]:
     """Return one per token of the end of `ids`, of which `said` tells."""
     found, texts = [], TextOfTokens(tokenizer, ids[: len(ids) - len(said)])
-    for each in said:
-        others = {token: texts.would_add(token) for token, _ in each.best if token != each.token}
-        text = texts.add(each.token)
-        best = [(others.get(token, text), value) for token, value in each.best]
-        found.append(Likelihood(text, each.logprob, best))
+    for i, each in enumerate(said, start=1):
+        added = {token: texts.would_add(token) for token in (each.token, *(token for token, _ in each.best))}
+        told = {token: named(text, texts.bytes_of_next(token, text)) for token, text in added.items()}
+        own = b"" if each.token in texts.skipped else told[each.token][1]
+        text = texts.add(each.token) + (texts.end() if i == len(said) else "")
+        told[each.token] = text, own
+        best = [(*told[token], value) for token, value in each.best]
+        found.append(Likelihood(text, own, each.logprob, best))
     return found
+
+
+def named(text: str, own: bytes | None) -> tuple[str, bytes | None]:
+    """Return the text and bytes of an alternative, of whose incomplete character OpenAI's servers write the bytes."""
+    if INCOMPLETE not in text or own is None:
+        return text, own
+    try:
+        return own.decode(), own
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in own), own
 
 
 def pieces(tokenizer, ids: Sequence[int]) -> list[str]:
@@ -67,15 +81,17 @@ def of_likeliest(one: Likelihood) -> dict[str, float] | None:
     """Return {text: log-probability}, including the token itself; of tokens with equal texts the larger one counts."""
     if one.logprob is None:
         return None
-    return dict(sorted([*one.best, (one.text, one.logprob)], key=lambda pair: pair[1]))
+    pairs = [*((text, logprob) for text, _, logprob in one.best), (one.text, one.logprob)]
+    return dict(sorted(pairs, key=lambda pair: pair[1]))
 
 
 def of_chat(found: list[Likelihood]) -> dict:
-    def told(text: str, logprob: float | None) -> dict:
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+    def told(text: str, own: bytes | None, logprob: float | None) -> dict:
+        return {"token": text, "logprob": logprob, "bytes": None if own is None else list(own)}
 
     return {
         "content": [
-            {**told(each.text, each.logprob), "top_logprobs": [told(*other) for other in each.best]} for each in found
+            {**told(each.text, each.own, each.logprob), "top_logprobs": [told(*other) for other in each.best]}
+            for each in found
         ]
     }

@@ -16,7 +16,7 @@ from modeling_looped.shared_passes import SharedPasses, checked_by
 
 from .answer_parts import AnswerParts
 from .asked import Asked, current_request
-from .likelihoods import Foretold, Likelihood, foretold, likelihoods, pieces
+from .likelihoods import Foretold, foretold, likelihoods
 from .request_checks import check_answers, check_bias
 from .stop_texts import StopsInAnswer
 
@@ -155,9 +155,8 @@ class ModelOfRequest:
         if asked.likeliest is None:
             return
         begin = length if asked.prompt is None else 0  # an answer in a conversation is a text of its own
-        asked.likelihoods = likelihoods(tokenizer, ids[begin:], self.until_cancelled.foretold)
-        if asked.echoes:
-            asked.likelihoods.insert(0, Likelihood(pieces(tokenizer, ids[:1])[0], None, []))
+        first = [Foretold(ids[0], None, [])] if asked.echoes else []
+        asked.likelihoods = likelihoods(tokenizer, ids[begin:], first + self.until_cancelled.foretold)
 
 
 class SharedGenerateManager(GenerateManager):
