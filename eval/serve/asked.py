@@ -78,9 +78,7 @@ class Asked:
         prompt, found = self.likelihoods[:begin], self.likelihoods[begin:]
         answer = "".join(each.text for each in found)
         too_long = len(answer) - len(StopTexts(self.stops.texts).before(answer, is_last=True))
-        while found and (
-            too_long > 0 or not found[-1].text and found[-1].own
-        ):  # or begins a character that is cut off
+        while found and (too_long > 0 or found[-1].begins_a_character):  # which is cut off, with nothing behind it
             too_long -= len(found.pop().text)
         return prompt + found
 

@@ -20,6 +20,11 @@ class Likelihood(NamedTuple):
     logprob: float | None  # None: the first token of a prompt, which is not predicted
     best: list[tuple[str, bytes | None, float]]  # the likeliest tokens at its position
 
+    @property
+    def begins_a_character(self) -> bool:
+        """Whether its text comes with a later token."""
+        return not self.text and bool(self.own)
+
 
 class Foretold(NamedTuple):
     """What is kept of the logits at one position: a whole vocabulary of them for every token would fill the memory."""
