@@ -238,8 +238,14 @@ def test_whether_more_is_better_is_what_lm_eval_says():
 def test_no_depth_is_best_where_all_are_the_same():
     same = {1: (0.0, 0.0), 2: (0.0, 0.0)}
     assert best_point("hop acc", {"": same}) == "hop acc is 0.0000 at every depth"
-    assert best_point("loss", {"a": same, "b": same}) == "loss is 0.0000 at every depth of every model"
+    assert best_point("loss", {"a": same, "b": same}) == "loss is 0.0000 everywhere"
     assert best_point("loss", {"": {1: (1.0, 0.1), 2: (0.5, 0.1)}}) == "loss is lowest at 2 loops (0.5000)"
+
+
+def test_models_that_are_equally_good_are_all_named():
+    a, b = {1: (0.7, None), 2: (0.6, None)}, {1: (0.6, None), 2: (0.6, None)}
+    assert best_point("loss", {"c": a, "a": a, "b": a}) == "loss is lowest for a, b, c alike at 2 loops (0.6000)"
+    assert best_point("loss", {"a": a, "b": b}) == "loss is lowest for b at 1 loop (0.6000)"  # with fewer loops
 
 
 def test_a_value_that_is_nan_is_neither_best_nor_worst():

@@ -938,7 +938,7 @@ def test_a_report_is_proposed_where_it_has_the_result(is_inside, model, tasks, t
     (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 0, "loss": 1.0}\n')
     named = tmp_path / "run" if is_inside else tmp_path / "run" / "final"
     arguments = ["--model", "looped", "--model_args", f"pretrained={named},num_loops=1"]
-    arguments += ["--tasks", "letter", "--include_path", str(tasks), "--device", "cpu"]
+    arguments += ["--tasks", "letter", "--include_path", str(tasks), "--device", "cpu", "--log_samples"]
     elsewhere = [] if is_inside else ["--output_path", str(tmp_path / "elsewhere")]
     command(*arguments, *elsewhere, monkeypatch=monkeypatch)
     assert ("looped report" in capsys.readouterr().out) == is_inside

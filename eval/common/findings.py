@@ -93,13 +93,15 @@ def best_point(
     if not points:
         return f"{name} is nan everywhere"
     best, worst = max(points), min(points)
-    value, depth, series, error = best
-    model = f" for {series}" if len(of_series) > 1 else ""
+    value, depth, _, error = best
+    equal = sorted(each for one, loops, each, _ in points if (one, loops) == (value, depth))
+    alike = f" for {', '.join(equal)}{' alike' if len(equal) > 1 else ''}"
+    model = alike if len(of_series) > 1 else ""
     at = f"at {counted(-depth, 'loop')}"
     if len(points) == 1:
         return f"{name} is {sign * value:.4f}{model} {at}"
     if value == worst[0]:
-        return f"{name} is {sign * value:.4f} at every depth{model and ' of every model'}"
+        return f"{name} is {sign * value:.4f} {'everywhere' if model else 'at every depth'}"
     pairs = len(points) * (len(points) - 1) // 2
     at_both = [[folder[name][-each[1]][0] for folder in (folders or {}).get(each[2], [])] for each in (best, worst)]
     chance = None if None in (error, worst[3]) else by_chance(best, worst, at_both, pairs)

@@ -71,6 +71,13 @@ def check(config: EvaluatorConfig):
         check_question(**{**asked, "exit_threshold": threshold})
 
 
+def default_output(arguments: dict | None) -> str | None:
+    """Return the folder for results about a model of a training run."""
+    pretrained = (arguments or {}).get("pretrained")
+    is_in_run = pretrained is not None and training_run(pretrained) is not None
+    return str(results_folder(pretrained) / "lm_eval") if is_in_run else None
+
+
 def options_of(config: EvaluatorConfig) -> dict:
     """Return the arguments with which lm-eval's command would call `simple_evaluate`."""
     names = set(inspect.signature(simple_evaluate).parameters) - {"model", "model_args", "use_cache"}
@@ -218,14 +225,17 @@ def main(arguments: list[str]):
         if args.include_path and not Path(args.include_path).is_dir():
             raise ValueError(f"--include_path {args.include_path}: there is no such folder (looked from {Path.cwd()})")
         args.include_path = [path for path in (TASKS, args.include_path) if path]  # the last folder has precedence
+        if args.model == "looped":  # lm-eval asks here already where samples are to be written
+            args.output_path = args.output_path or default_output(args.model_args)
     config = EvaluatorConfig.from_cli(args) if args.command == "run" else None
     if config is None or config.model != "looped":
         return cli.execute(args)
     device_of(getattr(args, "device", None))  # config.device is cuda:0 where none is given, even without a GPU
     check(config)
     run = training_run(config.model_args["pretrained"])
-    if run is not None and not config.output_path:
-        config.output_path = str(results_folder(config.model_args["pretrained"]) / "lm_eval")
+    if not config.output_path:  # of a model that a file behind --config names
+        config.output_path = default_output(config.model_args)
+    if config.output_path:
         check_writable(Path(config.output_path), "with --output")
     if config.output_path and (table_before := Path(config.output_path) / "depth.md").is_file():
         print(f"note: {table_before} and depth.svg will be replaced; --output names another folder")
