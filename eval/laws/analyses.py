@@ -1,6 +1,7 @@
 """Fits of the laws of looping to tables of runs. Each returns its result as a dict."""
 
 import math
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -11,7 +12,7 @@ from looped_recipes.common.intervals import students_quantile
 
 from .fitting import Fit, FitError, bootstrap, draw_residuals, draw_runs, fit, huber, interval
 from .forms import ABOVE_FLOOR, CONDITIONING, PARAMETRIC, TEST_TIME, UNIFIED
-from .frontier import frontier, is_fixed_depth, measured_frontier, parameters_of_depths
+from .frontier import frontier, is_fixed_depth, measured_frontier, of_each_depth
 from .run_table import RunTable
 
 
@@ -78,7 +79,8 @@ def optima(budgets: dict[float, RunTable]) -> tuple[dict[float, dict[str, Optimu
 def law_of_optima(of_budgets: dict[float, Optimum]) -> dict:
     """Fit x = scale * FLOPs ** exponent to the optima. The interval of the exponent is Student's: the noise of a loss
     is that of all runs around the parabolas of their budgets. If the optima lie farther from the power law than this
-    noise explains, their own distances from it are taken, with as many degrees of freedom as budgets, less two. It is
+    noise lets expect, their own distances from it are taken, with as many degrees of freedom as budgets, less two. Of
+    three budgets that is one: the interval may be ten times as wide, and holds the truth in about 9 of 10 cases. It is
     of the parabolas' minima, and does not tell how far these are from the lowest losses of curves of another form, as
     the law of training gives; the frontier of `parametric` has no such error."""
     flops, best = np.log(list(of_budgets)), list(of_budgets.values())
@@ -102,11 +104,11 @@ def law_of_optima(of_budgets: dict[float, Optimum]) -> dict:
 
 def isoflop(table: RunTable) -> dict:
     """Fit parabolas through the looped runs of each budget, and measure the gain of looping over a fixed depth. Runs
-    of one mean depth must have the same effective parameters, if the table has them: a law is of one model."""
+    of one mean depth must have as many parameters, if the table has these: a law is of one model."""
     table = table.need("mean_depth", "tokens", "flops", "loss").at_training_depth()
-    sized = table.where(lambda row: "effective_parameters" in row and not is_fixed_depth(row))
-    if len(sized):
-        parameters_of_depths(sized.need("effective_parameters"))
+    for name in ("effective_parameters", "parameters"):
+        sized = table.where(lambda row, name=name: name in row and not is_fixed_depth(row))
+        of_each_depth(sized, name, itemgetter(name))
     budgets = budgets_of(table)
     looped = {flops: group.where(lambda row: not is_fixed_depth(row)) for flops, group in budgets.items()}
     found, problems = optima({flops: group for flops, group in looped.items() if len(group)})

@@ -39,13 +39,9 @@ def of_each_depth(table: RunTable, name: str, value) -> dict[float, float]:
     return found
 
 
-def parameters_of_depths(table: RunTable) -> dict[float, float]:
-    return of_each_depth(table, "effective_parameters", lambda row: row["effective_parameters"])
-
-
 def depth_costs(table: RunTable) -> DepthCosts:
     table.need("mean_depth", "flops", "effective_parameters", "tokens")
-    parameters = parameters_of_depths(table)
+    parameters = of_each_depth(table, "effective_parameters", lambda row: row["effective_parameters"])
     per_token = of_each_depth(table, "FLOPs per token", lambda row: row["flops"] / row["tokens"])
     if len(parameters) < 2:
         raise FitError(f"{table.source}: all runs have mean depth {min(parameters):g}")
