@@ -364,6 +364,8 @@ def test_names_of_models(tmp_path, monkeypatch):
         "c": ["runs/c"],
     }
     (tmp_path / "own").mkdir()
+    (tmp_path / "latest").symlink_to("own", target_is_directory=True)
+    assert budget.parse_models([str(tmp_path / "latest")]) == {"latest": [str(tmp_path / "latest")]}
     monkeypatch.chdir(tmp_path / "own")
     assert budget.parse_models(["final"]) == {"own": ["final"]} and budget.parse_models(["."]) == {"own": ["."]}
 

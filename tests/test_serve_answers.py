@@ -4,8 +4,12 @@ import math
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
 from looped_eval.serve import shared_generation
+from looped_eval.serve.answer_parts import bytes_of_token
 from looped_eval.serve.asked import Asked
 from looped_eval.serve.likelihoods import LEAST, foretold, likelihoods, of_chat, of_completion
 from looped_eval.serve.stop_texts import StopTexts
@@ -164,6 +168,11 @@ def test_bytes_are_those_of_each_token(make):
         assert len({others[token]["token"] for token in own} & {*names}) == len(own)
     begin = likelihoods(tokenizer, ids[:1], said[:1])[0].best
     assert {rf"bytes:\x{byte:02x}" for (byte,) in own.values()} <= {name for name, _, _ in begin}
+
+
+def test_a_token_that_is_the_replacement_character_has_its_bytes():
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"\ufffd": 0, "a": 1}, unk_token="a")))
+    assert bytes_of_token(tokenizer, 0) == "\ufffd".encode()
 
 
 @pytest.mark.parametrize(

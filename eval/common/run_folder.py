@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -143,7 +144,7 @@ class RunFolder:
 
 def name_of(folder: str | Path) -> str:
     """Return the name of a model's folder, that of the run for its final model."""
-    path = Path(folder).resolve()
+    path = Path(os.path.abspath(folder))  # a link is called as it is named
     return (path.parent if path.name == "final" else path).name
 
 

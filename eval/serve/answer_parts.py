@@ -76,6 +76,8 @@ def bytes_of_token(tokenizer, token: int) -> bytes | None:
     text, name = decode(tokenizer, [token]), tokenizer.convert_ids_to_tokens(token)
     if INCOMPLETE not in text:
         return decode(tokenizer, [token, token]).removeprefix(text).encode()  # with the space before it
+    if name == INCOMPLETE:
+        return name.encode()
     if re.fullmatch("<0x[0-9A-Fa-f]{2}>", name):
         return bytes([int(name[1:-1], 16)])
     return bytes(BYTE_OF_LETTER[letter] for letter in name) if BYTE_OF_LETTER.keys() >= {*name} else None

@@ -40,7 +40,8 @@ class LayerChoice(NamedTuple):
                 raise ValueError(
                     f"with loop_lora_rank or loop_norms the loops of one layer stand for the dense layers "
                     f"{', '.join(map(str, layers))}, but these differ in {what} ({', '.join(found)}), which all loops "
-                    f"share: use another number of core layers than {size}, or leave out loop_lora_rank and loop_norms"
+                    f"share: use a number of core layers after which these letters repeat, not {size}, or leave out "
+                    "loop_lora_rank and loop_norms"
                 )
 
 
