@@ -101,7 +101,10 @@ def test_sweep_runs_are_recipes(path):
     assert not any(note_on_windows(run.recipe, run.recipe.model_config()) for run in of_one_model.values())
     for run in (runs[0], runs[-1]):
         assert plan(run.recipe)["parameters"] > 0
-        for key, value in run.settings.items():
+        settings = dict(run.settings)
+        if (own := settings.pop("recipe", None)) is not None:
+            assert run.path == path.parent / own
+        for key, value in settings.items():
             section, field = key.split(".")
             section = getattr(run.recipe, section)
             assert (section[field] if isinstance(section, dict) else getattr(section, field)) == value
