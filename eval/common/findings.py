@@ -95,8 +95,7 @@ def best_point(
     best, worst = max(points), min(points)
     value, depth, _, error = best
     equal = sorted(each for one, loops, each, _ in points if (one, loops) == (value, depth))
-    alike = f" for {', '.join(equal)}{' alike' if len(equal) > 1 else ''}"
-    model = alike if len(of_series) > 1 else ""
+    model = f" for {', '.join(equal)}{' alike' if len(equal) > 1 else ''}" if len(of_series) > 1 else ""
     at = f"at {counted(-depth, 'loop')}"
     if len(points) == 1:
         return f"{name} is {sign * value:.4f}{model} {at}"

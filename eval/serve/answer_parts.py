@@ -61,10 +61,9 @@ class TextOfTokens:
         """Return the text of a token that could come next; also of special tokens and of incomplete characters."""
         return self.after_told([*self.pending, token]) or self.tokenizer.decode(token)
 
-    def bytes_of_next(self, token: int, text: str) -> bytes | None:
-        """Return the bytes of a token that would add `text`: its own if others begin or end a character of it."""
-        is_part = INCOMPLETE in text or self.pending and INCOMPLETE in self.after_told(self.pending)
-        return bytes_of_token(self.tokenizer, token) if is_part else text.encode()
+    def is_in_a_character(self) -> bool:
+        """Return whether the last tokens begin a character that the next one may end."""
+        return bool(self.pending) and INCOMPLETE in self.after_told(self.pending)
 
     def end(self) -> str:
         """Return the text of tokens at the end that are no whole character."""

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from .answer_parts import INCOMPLETE, TextOfTokens
+from .answer_parts import INCOMPLETE, TextOfTokens, bytes_of_token
 
 
 LEAST = -9999.0  # OpenAI's value for impossible tokens: JSON has no infinity
@@ -47,8 +47,8 @@ def likelihoods(tokenizer, ids: list[int], said: list[Foretold]) -> list[Likelih
     """Return one per token of the end of `ids`, of which `said` tells."""
     found, texts = [], TextOfTokens(tokenizer, ids[: len(ids) - len(said)])
     for i, each in enumerate(said, start=1):
-        added = {token: texts.would_add(token) for token in (each.token, *(token for token, _ in each.best))}
-        told = {token: named(text, texts.bytes_of_next(token, text)) for token, text in added.items()}
+        is_part = texts.is_in_a_character()
+        told = {token: named(texts, token, is_part) for token in (each.token, *(token for token, _ in each.best))}
         own = b"" if each.token in texts.skipped else told[each.token][1]
         text = texts.add(each.token) + (texts.end() if i == len(said) else "")
         told[each.token] = text, own
@@ -57,8 +57,11 @@ def likelihoods(tokenizer, ids: list[int], said: list[Foretold]) -> list[Likelih
     return found
 
 
-def named(text: str, own: bytes | None) -> tuple[str, bytes | None]:
-    """Return the text and bytes of an alternative, of whose incomplete character OpenAI's servers write the bytes."""
+def named(texts: TextOfTokens, token: int, is_part: bool) -> tuple[str, bytes | None]:
+    """Return the text and bytes of a token that could come next. OpenAI's servers write the bytes of an incomplete
+    character. is_part: the tokens before it begin a character."""
+    text = texts.would_add(token)
+    own = bytes_of_token(texts.tokenizer, token) if is_part or INCOMPLETE in text else text.encode()
     if INCOMPLETE not in text or own is None:
         return text, own
     try:
