@@ -77,7 +77,7 @@ def check_hooks_of_weights(blocks: list):
 def is_reentrant(block) -> bool:
     if not getattr(block, "gradient_checkpointing", False):
         return False
-    keywords = getattr(block._gradient_checkpointing_func, "keywords", {"use_reentrant": False})
+    keywords = getattr(block._gradient_checkpointing_func, "keywords", {})  # a framework's own function has none
     return keywords.get("use_reentrant") is not False  # without it torch's are reentrant
 
 

@@ -7,6 +7,7 @@ from collections import Counter
 import accelerate
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, DataCollatorForSeq2Seq, Trainer, TrainingArguments, pipeline
 from transformers.utils.generic import find_labels
 
@@ -398,7 +399,7 @@ STEPS_WITHIN_BACKWARD = {
 }
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("reentrant", [False, True, "by a framework"])
 @pytest.mark.parametrize("case", STEPS_WITHIN_BACKWARD)
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_(en|dis)able` is deprecated")
 def test_weights_step_once_within_backward(case, reentrant):
@@ -408,7 +409,10 @@ def test_weights_step_once_within_backward(case, reentrant):
     model, ids, steps = build("plain", **SECTIONS, **fields).train(), random_ids(2, 6, VOCABULARY), Counter()
     if section == "tied":
         model.model.core[1] = model.model.core[0]
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    if reentrant == "by a framework":
+        model._set_gradient_checkpointing(True, lambda run, *args: checkpoint(run, *args, use_reentrant=True))
+    else:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
     model.enable_input_require_grads()
     for weight in getattr(model.model, "coda" if section == "coda" else "core").parameters():
         weight.register_post_accumulate_grad_hook(lambda weight: steps.update([weight]))
