@@ -64,7 +64,7 @@ class LoopedLossMixin:
         if not every_loop:
             return loss, None, None
         with torch.no_grad():
-            _, losses, token_losses = self._loop_loss(outputs, gates, depths, labels, objective="per_loop")
+            _, losses, token_losses = self._loop_loss(outputs, gates, depths, labels)
         return loss, losses, token_losses
 
     def _with_auxiliary(self, loss, outputs, depths: int | list[int], labels: Labels):
@@ -79,9 +79,7 @@ class LoopedLossMixin:
         added = torch.where(labelled > 0, added, 0.0)  # a mean over no token is nan
         return loss + added * (labelled / denominator(labels.tokens, labels.num_items_in_batch))
 
-    def _loop_loss(
-        self, outputs, gates, depths, labels: Labels, mixed=None, objective: str | None = None, every_loop: bool = True
-    ):
+    def _loop_loss(self, outputs, gates, depths, labels: Labels, mixed=None, every_loop: bool = True):
         """Compute the loss without logits: of `mixed` readouts, or of each loop if it is read and the trunk returned
         its readout state, else of the last loop."""
         readouts = outputs.loop_readout_states
@@ -93,7 +91,7 @@ class LoopedLossMixin:
         if self.config.state_losses:
             targets = self._latent_targets(labels.tokens)
             states = LoopStates(outputs.loop_hidden_states, outputs.initial_state, targets)
-        return loop_loss(self.config, head, readouts, reads_once, states, gates, depths, labels, objective, every_loop)
+        return loop_loss(self.config, head, readouts, reads_once, states, gates, depths, labels, every_loop)
 
     def _head(self, is_read_out: bool) -> Head:
         """Return the head for states after the readout norm (`is_read_out`) or for states before it."""

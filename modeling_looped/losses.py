@@ -80,13 +80,11 @@ def loop_loss(
     gates: torch.Tensor | None,  # gate logits [loops, batch, length]
     depths: int | list[int],  # of all rows, or per row
     labels: Labels,
-    objective: str | None,  # in place of config.loop_loss
     every_loop: bool,  # also compute the CE of readouts that the loss does not read
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the loss and, without gradients, the cross-entropies of the readouts: their means, [loops], nan where no
     token was compared, and the values per token, [loops, batch, length], 0 where there is no label."""
-    objective = config.loop_loss if objective is None else objective
-    shape, device = labels.tokens.shape, readouts[0].device
+    objective, shape, device = config.loop_loss, labels.tokens.shape, readouts[0].device
     targets = targets_of(labels, depths, device, wide_dtype(readouts[0]))
     of_targets: Any = None if gates is None else gates.flatten(1)[:, targets.positions]
     log_p: Any = exit_log_probabilities(of_targets, targets.depth - 1) if objective == "exit_weighted" else None
@@ -109,7 +107,7 @@ def loop_loss(
         loss = loss - config.exit_entropy_weight * exit_entropy(log_p, targets.labelled)
     elif objective == "gate":
         loss = loss + gate_loss(of_targets, losses, active, targets.depth)
-    if states is not None and config.state_losses:
+    if states is not None:
         loss = loss + loss_of_states(config, states, targets.positions, targets.depth, targets.labelled)
     with torch.no_grad():
         losses = losses * (active > 0)
@@ -183,6 +181,7 @@ WEIGHTS = {
     "per_loop": equal_weights,
     "last_third": weights_of_last_third,
     "exit_weighted": exit_weights,
+    "exit_weighted_logits": no_weights,  # the loss is that of their mixture, which is read once
     "gate": no_weights,
 }
 

@@ -184,7 +184,7 @@ TABLES = {
     "init_scheme": INIT_SCHEMES,
     "loop_embedding": LOOP_EMBEDDINGS,
     "readout_norm": READOUTS,
-    "loop_loss": {*WEIGHTS, "exit_weighted_logits"},  # whose weights lie on the readouts
+    "loop_loss": WEIGHTS,
 }
 
 
