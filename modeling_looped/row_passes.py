@@ -58,10 +58,7 @@ class Tokens:
     def run_loop(self, loops: list[int], state: torch.Tensor) -> torch.Tensor:
         """Run one loop, from h_t to H_{t+1}. loops: t of each token."""
         if go_one_by_one(self.groups):
-            return self.one_by_one(Tokens._run_loop, loops, state)
-        return self._run_loop(loops, state)
-
-    def _run_loop(self, loops: list[int], state: torch.Tensor) -> torch.Tensor:
+            return self.one_by_one(Tokens.run_loop, loops, state)
         if (graphs := graphs_of(self.groups)) and (found := graphs.loop(self, loops, state)) is not None:
             return found
         depths = one_or_each([group.engine.limits[row] for group in self.groups for row in group.rows])
@@ -75,10 +72,7 @@ class Tokens:
         """Return the logits of H after `loops` loops. The coda's keys and values stay if these are a token's last
         loops; otherwise a later read overwrites them."""
         if len(self.trunk.coda) and go_one_by_one(self.groups):
-            return self.one_by_one(Tokens._read_logits, loops, state)
-        return self._read_logits(loops, state)
-
-    def _read_logits(self, loops: list[int], state: torch.Tensor) -> torch.Tensor:
+            return self.one_by_one(Tokens.read_logits, loops, state)
         if (graphs := graphs_of(self.groups)) and (found := graphs.read(self, state)) is not None:
             return found
         return self.model.logits(self.trunk.readout(self.run_coda(state), loops))
