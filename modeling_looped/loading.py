@@ -49,23 +49,21 @@ def refuse_arguments_of_generate(kwargs: dict):
         )
 
 
-def refuse_tensors_that_do_not_fit(path, model_name: str, missing, unexpected, mismatched):
-    """Refuse a checkpoint with any tensor that is missing, unknown to the model or of another shape."""
-    misfits = {
-        "missing from it": missing,
-        "not in the model": unexpected,
-        "of another shape": [
-            f"{name} {tuple(found)} instead of {tuple(wanted)}" for name, found, wanted in mismatched
-        ],
-    }
-    reports = [
+def misfits_of(missing, unexpected, mismatched) -> str:
+    """Say which tensors of a checkpoint do not fit; "" if all do. mismatched: a name, the shapes found and wanted."""
+    shapes = [f"{name} {tuple(found)} instead of {tuple(wanted)}" for name, found, wanted in mismatched]
+    misfits = {"missing from it": missing, "not in the model": unexpected, "of another shape": shapes}
+    return "; ".join(
         f"{what}: {', '.join(sorted(names)[:5])}{f' and {len(names) - 5} more' if len(names) > 5 else ''}"
         for what, names in misfits.items()
         if names
-    ]
-    if reports:
+    )
+
+
+def refuse_tensors_that_do_not_fit(path, model_name: str, missing, unexpected, mismatched):
+    if said := misfits_of(missing, unexpected, mismatched):
         raise LoopedCheckpointError(
-            f"the checkpoint {path} does not fit {model_name}. Tensors {'; '.join(reports)}. Check that "
+            f"the checkpoint {path} does not fit {model_name}. Tensors {said}. Check that "
             "config.json belongs to these weights; strict=False or ignore_mismatched_sizes=True load what fits."
         )
 

@@ -366,7 +366,7 @@ def test_stepwise_layers_are_evenly_spaced(num_dense, core, loops, expected):
         ({"core_hidden_size": 16}, "core_hidden_size=16 cannot be chosen"),
         ({"tie_word_embeddings": True}, "would drop the dense model's head"),
         ({"injection": "add", "state_init": "embedding"}, "would add the input to itself"),
-        ({"readout_norm": "none"}, "model.norm.weight have no place"),
+        ({"readout_norm": "none"}, "not in the model: model.norm.weight"),
         ({"n_loops": 3}, "did you mean `num_loops`"),
         ({"device_map": "auto"}, "no argument device_map"),
     ],
@@ -504,7 +504,7 @@ def test_weights_that_are_missing_or_unknown_are_named():
     dense.model.layers[2].mlp.extra = nn.Linear(2, 2)
     del dense.model.layers[3].mlp.up_proj.weight
     dense.model.layers[3].mlp.up_proj.weight = None
-    with pytest.raises(ValueError, match="core.3.mlp.up_proj.weight are missing.*core.2.mlp.extra.bias.* no place"):
+    with pytest.raises(ValueError, match="from it: .*core.3.mlp.up_proj.weight; not in .*core.2.mlp.extra.bias"):
         looped(dense)
 
 
@@ -515,9 +515,9 @@ def without(name: str, tensors: dict):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda stored: without("model.layers.1.mlp.up_proj.weight", stored), "1.mlp.up_proj.weight are missing in"),
-        (lambda stored: {**stored, "model.layers.1.self_attn.q_proj.bias": torch.ones(32)}, "bias have no place"),
-        (lambda stored: {**stored, "model.norm.weight": torch.ones(33)}, r"\(33,\) instead of \(32,\) are of another"),
+        (lambda stored: without("model.layers.1.mlp.up_proj.weight", stored), "from it: .*1.mlp.up_proj.weight"),
+        (lambda stored: {**stored, "model.layers.1.self_attn.q_proj.bias": torch.ones(32)}, "not in the .*bias"),
+        (lambda stored: {**stored, "model.norm.weight": torch.ones(33)}, r"shape: .*\(33,\) instead of \(32,\)"),
     ],
 )
 def test_a_folder_whose_weights_do_not_fit_its_config(change, said, folder, tmp_path):

@@ -14,7 +14,6 @@ import copy
 import dataclasses
 import math
 import re
-from collections.abc import Collection, Mapping
 from os import PathLike
 from typing import Any, NamedTuple
 
@@ -28,7 +27,7 @@ from ..causal_lm import LoopedForCausalLM
 from ..config_layers import with_rope_kept
 from ..config_relations import MOST_LAYERS
 from ..configuration_looped import LoopedConfig
-from ..loading import FILLED
+from ..loading import FILLED, misfits_of
 from ..tensors import wide_dtype
 from .families import Family, family_of
 from .layer_choice import SECTIONS, LayerChoice, choose_layers
@@ -148,13 +147,8 @@ def opened_model(path, config: PreTrainedConfig, loading: dict) -> PreTrainedMod
 
 
 def refuse_folder(path, missing, unexpected, mismatched):
-    sizes = {f"{name} {tuple(found)} instead of {tuple(wanted)}" for name, found, wanted in mismatched}
-    misfits = {
-        "are missing in the checkpoint": missing,
-        "have no place": unexpected,
-        "are of another shape": sizes,
-    }
-    refuse_misfits(f"the weights in {path} do not fit its config.json", misfits)
+    if said := misfits_of(missing, unexpected, mismatched):
+        raise ValueError(f"the checkpoint {path} does not fit its config.json. Tensors {said}")
 
 
 def start_from_dense(
@@ -340,16 +334,7 @@ def check_state(start: Start, state: dict[str, torch.Tensor]):
         if wanted[name][1:] == found[name] == state[name].shape:
             state[name] = state[name].expand(wanted[name]).clone()
             found[name] = wanted[name]
-    misfits = {
-        "are missing in the dense model": expected.keys() - found.keys(),
-        "have no place": found.keys() - wanted.keys(),
-        "are of another shape": {name for name in found.keys() & wanted.keys() if found[name] != wanted[name]},
-    }
-    refuse_misfits("the weights do not fit the looped model", misfits)
-
-
-def refuse_misfits(what: str, misfits: Mapping[str, Collection[str]]):
-    """Raise an error if there are misfits. misfits: names of tensors, by what is wrong with them."""
-    said = [f"{', '.join(sorted(names)[:5])} {wrong}" for wrong, names in misfits.items() if names]
-    if said:
-        raise ValueError(f"{what}: {'; '.join(said)}")
+    both = found.keys() & wanted.keys()
+    mismatched = [(name, found[name], wanted[name]) for name in both if found[name] != wanted[name]]
+    if said := misfits_of(expected.keys() - found.keys(), found.keys() - wanted.keys(), mismatched):
+        raise ValueError(f"the dense model does not fit the looped one. Tensors {said}")
