@@ -119,12 +119,11 @@ class LoopedModel(LoopedPreTrainedModel):
         self.prelude, self.core, self.coda = (nn.ModuleList(blocks) for blocks in sections)
         # in one flat list by slot, where serving engines look for them
         self.attention_sites = nn.ModuleList(self._sites())
-        if config.value_embeddings:
-            self.value_embeds = nn.ModuleDict()
-            for block in chain(*sections):
-                if self.config.has_value_embedding(block.layer):
-                    table = nn.Embedding(config.vocab_size, block.self_attn.v_proj.out_features)
-                    self.value_embeds[str(block.layer)] = with_role(table, "value_table")
+        self.value_embeds = nn.ModuleDict()  # by layer
+        for block in chain(*sections):
+            if config.has_value_embedding(block.layer):
+                table = nn.Embedding(config.vocab_size, block.self_attn.v_proj.out_features)
+                self.value_embeds[str(block.layer)] = with_role(table, "value_table")
 
         self.prelude_norm = block_norm(config) if config.prelude_norm else None
         self.injection = INJECTIONS[config.injection](config)
@@ -539,12 +538,7 @@ class LoopedModel(LoopedPreTrainedModel):
         return truncated_normal_(state, std, generator)
 
     def value_embeddings(self, input_ids) -> dict[int, torch.Tensor]:
-        return {layer: table(input_ids) for layer, table in self._value_tables()}
-
-    def _value_tables(self) -> list[tuple[int, Any]]:
-        if not self.config.value_embeddings:
-            return []
-        return [(int(layer), table) for layer, table in self.value_embeds.items()]
+        return {int(layer): table(input_ids) for layer, table in self.value_embeds.items()}
 
     def residual_factor(self, depth: int) -> float:
         """Return eps, the residual factor of the core, in a run of `depth` loops."""

@@ -82,7 +82,7 @@ class LoopedPreTrainedModel(StrictLoadingMixin, PreTrainedModel):
         rows: PEFT saves the resized embeddings and head, but not the value tables.
         """
         embeddings = super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
-        for _, table in cast(Any, self.base_model)._value_tables():
+        for table in cast(Any, self.base_model).value_embeds.values():
             is_trained, before = table.weight.requires_grad, table.num_embeddings
             self._get_resized_embeddings(table, embeddings.num_embeddings, mean_resizing=False)
             with torch.no_grad():

@@ -66,7 +66,7 @@ def sizes_of_new_model(config) -> Sizes:
     with torch.device("meta"):
         model = LoopedForCausalLM(config)
     trunk = model.model
-    total, embedding, tables = count(model), count(trunk.embed_tokens), count(getattr(trunk, "value_embeds", None))
+    total, embedding, tables = count(model), count(trunk.embed_tokens), count(trunk.value_embeds)
     return Sizes(
         total=total,
         embedding=embedding,
