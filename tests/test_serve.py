@@ -117,6 +117,13 @@ def test_a_stream_tells_its_end(served):
         assert lines[-2:] == ["data: [DONE]", ""] and json.loads(lines[-3].removeprefix("data: "))["choices"]
 
 
+def test_the_chat_of_transformers_begins(served, capsys):
+    chat = pytest.importorskip("transformers.cli.chat")
+    interface = chat.RichInterface("tiny", "me", f"http://127.0.0.1:{served[4]}/v1")
+    interface.print_model_load("tiny")
+    assert "tiny was already loaded" in capsys.readouterr().out
+
+
 def test_conversations(served):
     model, tokenizer, client, _, _ = served
     turns = [{"role": "user", "content": "b c"}]

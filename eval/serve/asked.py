@@ -6,9 +6,12 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
+from transformers import LogitsProcessorList
+
 from modeling_looped.depth_options import DEPTH_FIELDS, DepthOptions
 
 from .answer_parts import AnswerParts, TextOfTokens
+from .grammars import schema_of
 from .likelihoods import Likelihood, pieces
 from .request_checks import LENGTHS_OF_CONFIG, SAY_LENGTH
 from .stop_texts import StopTexts
@@ -29,6 +32,8 @@ class Asked:
     prompt: str | list[int] | None = None  # only in completions
     echoes: bool = False  # the prompt is returned before the answer
     is_prompt_alone: bool = False  # only the prompt is returned
+    schema: dict | None = None  # JSON schema of the answer
+    processors: LogitsProcessorList = field(default_factory=LogitsProcessorList)  # that keep the answer to it
     likeliest: int | None = None  # number of likeliest tokens to return at each position; None: no log-probabilities
     is_checked: bool = False  # later errors are not caused by the request
     full_depth: int = 0
@@ -51,6 +56,7 @@ class Asked:
             has_config=config is not None,
             prompt=prompt,
             echoes=bool(body.pop("echo", False)),
+            schema=schema_of(body.pop("response_format", None)),
             likeliest=likeliest_beside(body),
         )
         if asked.echoes and body.get("max_tokens") == 0:

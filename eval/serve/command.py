@@ -1,5 +1,6 @@
 """The server: requests of many clients share every pass of the model."""
 
+import json
 import os
 import socket
 import time
@@ -13,6 +14,7 @@ if not is_serve_available():
 import uvicorn
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
+from fastapi.responses import StreamingResponse
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from looped_eval.common.model_folder import open_config, open_model, open_tokenizer
@@ -92,6 +94,14 @@ def build_app(
         if asked != name:
             raise HTTPException(404, f"there is no model {asked!r} here, only {name!r}")
         return described
+
+    @app.post("/load_model")
+    def load_model(body: dict):
+        """What `transformers chat` asks before its first message."""
+        if body.get("model") is None:
+            raise HTTPException(422, "the body has no `model`: name one")
+        event = json.dumps({"status": "ready", "cached": True})
+        return StreamingResponse(iter([f"data: {event}\n\n"]), media_type="text/event-stream")
 
     @app.get("/health")
     def health():

@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase, SequenceBias
 from modeling_looped.depth_options import DEPTH_FIELDS
 from modeling_looped.foreign_names import GENERATION_FIELDS, refuse_foreign
 
+from .grammars import schema_of
 from .stop_texts import LETTERS, decode
 
 
@@ -33,7 +34,6 @@ ASK_FOR_NOTHING = {
     "suffix": ("",),
     "presence_penalty": (0, 0.0),
     "frequency_penalty": (0, 0.0),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "parallel_tool_calls": (True,),
     "tool_choice": ("auto", "none"),
@@ -84,6 +84,7 @@ def check_body(body: dict, model_config: PreTrainedConfig):
         if value is not None and type(value) not in types:
             raise ValueError(f"{name}={value!r} must be {form}")
     check_sampling(body)
+    schema_of(body.get("response_format"))
     if "prompt" in body and not (is_prompt(prompt := body["prompt"]) or is_list_of_prompts(prompt)):
         raise ValueError(
             f"prompt={prompt!r} must be a text, the numbers of its tokens, or a list of texts or of these"

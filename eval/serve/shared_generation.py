@@ -9,13 +9,14 @@ from functools import partial
 import torch
 from fastapi import HTTPException
 from transformers.cli.serving.utils import GenerateManager
-from transformers.generation import BaseStreamer
+from transformers.generation import BaseStreamer, LogitsProcessorList
 
 from modeling_looped.overrides import is_as_written
 from modeling_looped.shared_passes import SharedPasses, checked_by
 
 from .answer_parts import AnswerParts
 from .asked import Asked, current_request
+from .grammars import keeps_to_schema
 from .likelihoods import Foretold, foretold, likelihoods
 from .request_checks import check_answers, check_bias
 from .stop_texts import StopsInAnswer
@@ -114,7 +115,7 @@ class ModelOfRequest:
             config.stop_strings = None
         asked, prompt = self.asked, kwargs["input_ids"]
         config.return_dict_in_generate, config.output_logits = True, asked.likeliest is not None
-        settings = {**kwargs, **asked.fields}
+        settings = {"logits_processor": asked.processors, **kwargs, **asked.fields}
         check = partial(check_client, streamer or self.until_cancelled)
         if asked.echoes and asked.likeliest is not None:
             with checked_by(check):
@@ -166,11 +167,11 @@ class SharedGenerateManager(GenerateManager):
         self.passes, self.max_loops, self.pool = passes, max_loops, ThreadPoolExecutor(MOST_THREADS)
 
     def generate_streaming(self, model, processor, inputs, gen_config, *args, **kwargs):
-        self.check(inputs, gen_config, streams=True)
+        self.check(processor, inputs, gen_config, streams=True)
         return super().generate_streaming(ModelOfRequest(self.passes), processor, inputs, gen_config, *args, **kwargs)
 
     async def generate_non_streaming(self, model, processor, inputs, gen_config, *args, **kwargs):
-        self.check(inputs, gen_config)
+        self.check(processor, inputs, gen_config)
         model = ModelOfRequest(self.passes)
         try:
             _, length, ids = await super().generate_non_streaming(
@@ -188,7 +189,7 @@ class SharedGenerateManager(GenerateManager):
         parts = current_request.get().parts(processor, inputs["input_ids"][0].tolist())
         return "".join(parts.whole(ids.tolist())), length, ids
 
-    def check(self, inputs, gen_config, streams: bool = False):
+    def check(self, tokenizer, inputs, gen_config, streams: bool = False):
         """Check a request before anything is computed or streamed, and set the length of its answer."""
         asked, model = current_request.get(), self.passes.model
         if isinstance(asked.prompt, list):
@@ -224,6 +225,9 @@ class SharedGenerateManager(GenerateManager):
                 raise ValueError(
                     f"seed={asked.seed} goes with plain sampling and exits that stop, not with {name}: leave one out"
                 )
+            if asked.schema is not None:
+                form = keeps_to_schema(asked.schema, tokenizer, model.config.vocab_size, prepared, length)
+                asked.processors = LogitsProcessorList([form])
             new_tokens = gen_config.max_new_tokens
             if new_tokens > room:
                 raise ValueError(

@@ -1,0 +1,82 @@
+"""Answers of a given form: a processor of logits that allows only tokens with which the text can still become JSON."""
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from transformers import LogitsProcessor
+from transformers.generation.configuration_utils import GenerationMode
+
+
+try:
+    from llguidance import LLMatcher
+    from llguidance.hf import from_tokenizer
+except ImportError:
+    LLMatcher = None
+
+KINDS = ("text", "json_object", "json_schema")
+# a model that repeats itself could write white space without end
+JSON_TEXT = {"whitespace_pattern": r"[ \n\r\t]{1,64}"}
+CHOOSES_ONE_TOKEN = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)  # and never takes one back
+
+
+def schema_of(response_format: Any) -> dict | None:
+    """Return the JSON schema that the field of a request asks for, or None if any text will do."""
+    if response_format is None:
+        return None
+    kind = response_format.get("type") if isinstance(response_format, dict) else None
+    if kind not in KINDS:
+        raise ValueError(f"response_format={response_format!r} must be an object whose type is {', '.join(KINDS)}")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return {"type": "object"}
+    described = response_format.get("json_schema")
+    schema = described.get("schema") if isinstance(described, dict) else None
+    if not isinstance(schema, dict):
+        form = '{"type": "json_schema", "json_schema": {"name": ..., "schema": {...}}}'
+        raise ValueError(f"response_format={response_format!r} must have the form {form}")
+    return schema
+
+
+class KeepsToSchema(LogitsProcessor):
+    """Of one row, behind a prompt of `length` tokens."""
+
+    def __init__(self, matcher, length: int):
+        self.matcher, self.read = matcher, length
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.matcher.consume_tokens(input_ids[0, self.read :].tolist())
+        self.read = input_ids.shape[1]
+        allowed = self.matcher.compute_logit_bias()  # a byte for each token, 0 for those that do not go on
+        if self.matcher.is_error():
+            raise ValueError(f"the answer left the form of response_format: {self.matcher.get_error()}")
+        allowed = torch.frombuffer(bytearray(allowed), dtype=torch.uint8).to(scores.device)
+        return scores.masked_fill(allowed == 0, -torch.inf)
+
+
+def keeps_to_schema(schema: dict, tokenizer, vocab_size: int, generation_config, length: int) -> KeepsToSchema:
+    """Return the processor of one answer; raise if its form cannot be kept. generation_config: a prepared one."""
+    if LLMatcher is None:
+        raise ValueError("response_format is not served here: it needs the package llguidance")
+    if (mode := generation_config.get_generation_mode()) not in CHOOSES_ONE_TOKEN:
+        raise ValueError(f"response_format does not go with {mode.value.replace('_', ' ')}: leave one out")
+    if (drafts := generation_config.depth_options.draft_loops) is not None:
+        raise ValueError(f"response_format does not go with draft_loops={drafts!r}: leave one out")
+    ends = generation_config.eos_token_id
+    words = words_of(tokenizer, vocab_size, tuple(ends) if isinstance(ends, list) else (ends,))
+    matcher = LLMatcher(words, LLMatcher.grammar_from_json_schema(schema, JSON_TEXT), log_level=0)
+    if matcher.is_error():
+        raise ValueError(f"response_format has a schema that cannot be kept: {matcher.get_error()}")
+    return KeepsToSchema(matcher, length)
+
+
+@lru_cache(maxsize=8)
+def words_of(tokenizer, vocab_size: int, ends: tuple[int | None, ...]):
+    """Return the vocabulary in bytes, as llguidance reads it; that of a large one takes a second."""
+    if not all(end is not None and 0 <= end < vocab_size for end in ends):
+        raise ValueError(f"response_format needs a token that ends the answer, and eos_token_id is {ends[0]}")
+    try:
+        return from_tokenizer(tokenizer, vocab_size, list(ends))
+    except ValueError as error:
+        raise ValueError(f"response_format does not go with this model's tokenizer: {error}") from error
