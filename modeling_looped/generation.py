@@ -116,6 +116,8 @@ class LoopedGenerationMixin(Generative):
         if prompt is not None:
             check_mask(kwargs.get("attention_mask"), prompt, 0 if cache is None else int(cache.get_seq_length()))
         self._check_names(kwargs, generation_config)
+        if isinstance(kwargs.get("custom_generate"), str):  # its code may read none of these arguments
+            self._prepare_generation_config(generation_config, **kwargs)
         with decoding(self):
             return super().generate(inputs, generation_config, *args, **kwargs)
 
@@ -180,7 +182,15 @@ class LoopedGenerationMixin(Generative):
                 "--write`, or set model.generation_config.exit_criterion to None before saving."
             )
 
+    def _extract_generation_mode_kwargs(self, custom_generate, kwargs: dict, *args, **others):
+        """Leave a decoding loop of the caller's in `kwargs`, for `_prepare_generation_config`. Those that transformers
+        loads from a folder or the Hub, also for its former modes such as DoLa, pass here without this `generate`."""
+        if custom_generate is not None:
+            kwargs["custom_generate"] = custom_generate
+        return super()._extract_generation_mode_kwargs(custom_generate, kwargs, *args, **others)
+
     def _prepare_generation_config(self, generation_config, **kwargs):
+        custom_generate = kwargs.pop("custom_generate", None)
         arguments = {name: kwargs.pop(name) for name in DEPTH_FIELDS if name in kwargs}
         options, asked = DepthOptions.merged(self.generation_config, generation_config, arguments)
         prepared: tuple[Any, dict] = super()._prepare_generation_config(generation_config, **kwargs)
@@ -199,6 +209,8 @@ class LoopedGenerationMixin(Generative):
                 "before the last loop are not trained."
             )
         options.check(self.config, asked)
+        if custom_generate is not None:
+            options.refuse_for(f"custom_generate={getattr(custom_generate, '__name__', custom_generate)}")
         if self.training:
             warn_of_another_policy(options.change_of_samples(self.config, arguments))
         if config.assistant_early_exit is not None:

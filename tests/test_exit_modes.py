@@ -8,7 +8,16 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, GenerationConfig, LogitsProcessor, StaticCache
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    DynamicCache,
+    GenerationConfig,
+    LogitsProcessor,
+    StaticCache,
+    dynamic_module_utils,
+)
+from transformers.generation import GenerationMixin
 from transformers.generation.streamers import BaseStreamer
 
 from modeling_looped import LoopedCache, LoopedForCausalLM, generation
@@ -51,6 +60,7 @@ REFUSED = {
     "assisted decoding": {"prompt_lookup_num_tokens": 2},
     "use_cache=False": {"use_cache": False},
     "output_hidden_states": {"output_hidden_states": True},
+    "custom_generate=_sample": {"custom_generate": GenerationMixin._sample},
 }
 
 
@@ -66,6 +76,48 @@ def test_what_exits_do_not_go_with_is_refused(mode, saved):
     with pytest.raises(ValueError, match=reason):
         model.generate(random_ids(1, 5), **arguments, **({} if saved else exits))
     assert torch.equal(model.generate(random_ids(1, 5), exit_criterion=None, **arguments).sequences, plain.sequences)
+
+
+OWN_LOOP = """
+def generate(model, input_ids, **arguments):
+    return input_ids
+"""
+LOOP_FOR_TRANSFORMERS = """
+from transformers import GenerationMixin
+def generate(model, **arguments):
+    return GenerationMixin.generate(model, custom_generate=GenerationMixin._sample, **arguments)
+"""
+
+
+@pytest.mark.parametrize("fields", [{"exit_criterion": "kl"}, {"draft_loops": 1}, {"cache_dtype": "int8"}], ids=str)
+@pytest.mark.parametrize("saved", [False, True], ids=["asked", "saved"])
+@pytest.mark.parametrize("code", [OWN_LOOP, LOOP_FOR_TRANSFORMERS], ids=["own", "for_transformers"])
+def test_a_folder_with_a_loop_of_its_own_goes_at_full_depth(code, saved, fields, tmp_path, monkeypatch):
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    (tmp_path / "custom_generate").mkdir()
+    (tmp_path / "custom_generate/generate.py").write_text(code)
+    model, ids = model_of("plain"), random_ids(1, 5)
+    for name, value in fields.items() if saved else ():
+        setattr(model.generation_config, name, value)
+    arguments = {"input_ids": ids, "max_new_tokens": 3, "do_sample": False, "trust_remote_code": True}
+    with pytest.raises(ValueError, match=f"and not with custom_generate={tmp_path}: leave one out"):
+        model.generate(custom_generate=str(tmp_path), **arguments, **({} if saved else fields))
+    undone = dict.fromkeys(fields)
+    expected = ids if code == OWN_LOOP else model.generate(ids, max_new_tokens=3, do_sample=False, **undone)
+    assert torch.equal(model.generate(custom_generate=str(tmp_path), **arguments, **undone), expected)
+
+
+@pytest.mark.parametrize("mode", [{"dola_layers": "low"}, {"penalty_alpha": 0.6, "top_k": 4}], ids=str)
+def test_modes_that_transformers_loads_from_the_hub_refuse_exits(mode, monkeypatch):
+    def loaded(self, repository, **arguments):
+        return lambda model, **given: GenerationMixin.generate(model, custom_generate=GenerationMixin._sample, **given)
+
+    monkeypatch.setattr(LoopedForCausalLM, "load_custom_generate", loaded)
+    model, arguments = model_of("plain"), {"max_new_tokens": 3, "do_sample": False, "trust_remote_code": True, **mode}
+    with pytest.raises(ValueError, match="exit_criterion=.* and not with custom_generate=_sample"):
+        model.generate(random_ids(1, 5), exit_criterion="kl", **arguments)
+    plain = model.generate(random_ids(1, 5), max_new_tokens=3, do_sample=False)
+    assert torch.equal(model.generate(random_ids(1, 5), **arguments), plain)
 
 
 def test_nothing_exits_beside_an_assistant():

@@ -341,6 +341,22 @@ def test_cache_sharing(system, sharing, num_loops):
     assert len(out.past_key_values.layers) == sections + config.num_core_layers * slots
 
 
+@pytest.mark.parametrize("fields", [{"num_loops": 2}, {"num_loops": [5, 1]}, {"cache_sharing": "last"}], ids=str)
+def test_a_decoding_loop_of_the_caller_runs_at_the_depth_that_is_asked_for(fields):
+    def argmax(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs):
+        for length in [None] + [1] * (NEW - 1):
+            inputs = model.prepare_inputs_for_generation(input_ids, next_sequence_length=length, **model_kwargs)
+            outputs = model(**inputs)
+            model_kwargs = model._update_model_kwargs_for_generation(outputs, model_kwargs)
+            input_ids = torch.cat([input_ids, outputs.logits[:, -1:].argmax(-1)], -1)
+        return input_ids
+
+    model, ids = model_of("plain"), random_ids(2, 6)
+    sharing, depths = fields.get("cache_sharing", "none"), depths_of_rows(fields.get("num_loops", 3), 2)
+    expected = [naive_greedy(model, row.tolist(), depth, NEW, sharing) for row, depth in zip(ids, depths)]
+    assert greedy(model, ids, custom_generate=argmax, **fields).tolist() == expected
+
+
 @pytest.mark.parametrize("sharing", ["first", "average"])
 def test_exits_refuse_what_their_buffers_cannot_keep(sharing):
     with pytest.raises(ValueError, match=f"not with cache_sharing='{sharing}'"):
