@@ -1,17 +1,19 @@
 """What OpenAI's clients may ask of the server beside one text: answers, prompts of tokens, log-probabilities."""
 
 import math
+import re
 
 import pytest
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import PreTrainedTokenizerFast
+from tokenizers.processors import TemplateProcessing
+from transformers import AddedToken, ByT5Tokenizer, PreTrainedTokenizerFast
 
 from looped_eval.serve import shared_generation
 from looped_eval.serve.answer_parts import bytes_of_token
 from looped_eval.serve.asked import Asked
-from looped_eval.serve.likelihoods import LEAST, foretold, likelihoods, of_chat, of_completion
+from looped_eval.serve.likelihoods import LEAST, foretold, likelihoods, of_chat, of_completion, parts_of_prompt
 from looped_eval.serve.stop_texts import StopTexts
 from modeling_looped.exit_criteria import ExitRule
 from tests.helpers import tiny_model, tiny_tokenizer
@@ -99,7 +101,8 @@ def test_log_probabilities_of_an_answer(served, depth):
     model, tokenizer, client, _, _ = served
     tokens, expected_values = generated(model, tokenizer, "a b c", depth)
     ids_of_prompt = tokenizer("a b c").input_ids
-    found = ask(client, prompt="a b c", logprobs=2, extra_body=depth).choices[0].logprobs
+    choice = ask(client, prompt="a b c", logprobs=2, extra_body=depth).choices[0]
+    found = choice.logprobs
     own = expected_values.gather(1, tokens[:, None])[:, 0].tolist()
     assert found.token_logprobs == pytest.approx(own, abs=1e-5)
     for k, (told, of_token, token) in enumerate(zip(found.top_logprobs, expected_values, tokens, strict=True)):
@@ -111,7 +114,13 @@ def test_log_probabilities_of_an_answer(served, depth):
             largest[text] = max(largest.get(text, -math.inf), of_token[i].item())
         assert told == pytest.approx(largest, abs=1e-5)
     assert "a b c" + "".join(found.tokens) == tokenizer.decode([*ids_of_prompt, *tokens], skip_special_tokens=True)
-    assert found.text_offset == [sum(map(len, found.tokens[:i])) for i in range(len(found.tokens))]
+    check_offsets(choice)
+
+
+def check_offsets(choice):
+    told = choice.logprobs
+    assert all(choice.text[begin:].startswith(text) for begin, text in zip(told.text_offset, told.tokens, strict=True))
+    assert "".join(told.tokens) == choice.text
 
 
 def test_log_probabilities_are_the_models_own(served):
@@ -203,6 +212,54 @@ def test_an_echo_tells_what_foretells_the_prompt(served, depth, new_tokens):
     assert choice.text.startswith(tokenizer.decode(ids[0], skip_special_tokens=True))
     assert answer.usage.completion_tokens == new_tokens and choice.finish_reason in ("length", "stop")
     assert not passes.decoders and passes._rows == 0
+
+
+def with_special_tokens(make) -> PreTrainedTokenizerFast:
+    """One begins and one ends every text, one swallows the white space around it, and one stands alone."""
+    tokenizer = make()
+    swallows = AddedToken("<|end|>", lstrip=True, rstrip=True)
+    tokenizer.add_special_tokens({"extra_special_tokens": ["<|user|>", swallows, "<s>"]})
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A <|end|>", special_tokens=[(name, tokenizer(name).input_ids[0]) for name in ("<s>", "<|end|>")]
+    )
+    return tokenizer
+
+
+PROMPTS = ["ab c", " ab  c ", "<|user|>\nab abc<|end|>\n <|user|>\u20ac a ", "<s><|end|><|user|>", "z<|user|> ab<s>ab"]
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+@pytest.mark.parametrize("make", [byte_tokenizer, byte_level_tokenizer, tiny_tokenizer])
+def test_tokens_of_a_prompt_stand_where_its_text_has_them(make, prompt):
+    tokenizer = with_special_tokens(make)
+    parts, ids = parts_of_prompt(tokenizer, prompt), tokenizer(prompt).input_ids
+    assert "".join(parts) == prompt and len(parts) == len(ids) and parts[0] == parts[-1] == ""
+    begin = 0
+    for name in re.findall("<s>|<[|][a-z]+[|]>", prompt):  # those that are written there, in their order
+        token = tokenizer.convert_tokens_to_ids(name)
+        begin = next(i for i in range(begin + 1, len(ids)) if ids[i] == token)
+        assert parts[begin].strip() == name
+
+
+def test_slow_tokenizers_say_where_special_tokens_stand_or_refuse():
+    tokenizer = ByT5Tokenizer()
+    assert parts_of_prompt(tokenizer, "a \u20ac") == ["a", " ", "", "", "\u20ac", ""]
+    with serving(tiny_model(vocab_size=len(tokenizer), num_loops=2), tokenizer) as (_, _, client, _, _):
+        with pytest.raises(openai.BadRequestError, match="a ByT5Tokenizer does not tell where the tokens of this"):
+            ask(client, prompt="a</s>b", echo=True, logprobs=0)
+
+
+@pytest.mark.parametrize("new_tokens", [0, 3])
+@pytest.mark.parametrize("prompt", ["a b c", "<s>a b </s>c zz d </s> ", "</s>a"])
+def test_an_echo_counts_special_tokens_of_its_text(served, prompt, new_tokens):
+    model, tokenizer, client, _, _ = served
+    choice = ask(client, prompt=prompt, max_tokens=new_tokens, echo=True, logprobs=1).choices[0]
+    plain = ask(client, prompt=prompt, max_tokens=3, logprobs=1).choices[0]
+    check_offsets(choice)
+    assert choice.text == prompt + (plain.text if new_tokens else "")
+    told, count = choice.logprobs, len(tokenizer(prompt).input_ids)
+    assert told.text_offset[count:] == [len(prompt) + i for i in plain.logprobs.text_offset][:new_tokens]
+    assert all(text in likeliest for text, likeliest in zip(told.tokens[1:], told.top_logprobs[1:], strict=True))
 
 
 @pytest.mark.parametrize("depth", [{}, EXITS])

@@ -43,14 +43,15 @@ def foretold(logits: torch.Tensor, tokens: Sequence[int], count: int) -> list[Fo
     return [*map(Foretold, tokens, chosen, pairs)]
 
 
-def likelihoods(tokenizer, ids: list[int], said: list[Foretold]) -> list[Likelihood]:
-    """Return one per token of the end of `ids`, of which `said` tells."""
+def likelihoods(tokenizer, ids: list[int], said: list[Foretold], prompt_texts: Sequence[str] = ()) -> list[Likelihood]:
+    """Return one per token of the end of `ids`, of which `said` tells. prompt_texts: of the first of these tokens."""
     found, texts = [], TextOfTokens(tokenizer, ids[: len(ids) - len(said)])
     for i, each in enumerate(said, start=1):
         is_part = texts.is_in_a_character()
         told = {token: named(texts, token, is_part) for token in (each.token, *(token for token, _ in each.best))}
         own = b"" if each.token in texts.skipped else told[each.token][1]
         text = texts.add(each.token) + (texts.end() if i == len(said) else "")
+        text = prompt_texts[i - 1] if i <= len(prompt_texts) else text
         told[each.token] = text, own
         best = [(*told[token], value) for token, value in each.best]
         found.append(Likelihood(text, own, each.logprob, best))
@@ -73,6 +74,26 @@ def named(texts: TextOfTokens, token: int, is_part: bool) -> tuple[str, bytes | 
 def pieces(tokenizer, ids: Sequence[int]) -> list[str]:
     """Return the text that each token adds: an empty text until a character is complete."""
     return [*map(TextOfTokens(tokenizer).add, ids)]
+
+
+def parts_of_prompt(tokenizer, prompt: str) -> list[str]:
+    """Return the part of a prompt that each token stands for, also special ones; joined, they are the prompt."""
+    texts = pieces(tokenizer, tokenizer(prompt).input_ids)
+    if "".join(texts) == prompt:
+        return texts
+    if not tokenizer.is_fast:
+        raise ValueError(
+            f"a {type(tokenizer).__name__} does not tell where the tokens of this prompt stand in its text, as "
+            "logprobs with echo do: write it without special tokens, or pass its tokens as prompt"
+        )
+    spans = tokenizer(prompt, return_offsets_mapping=True).offset_mapping
+    ends = accumulate((end for _, end in spans), max, initial=0)  # of the tokens before each
+    texts, limit = [], len(prompt)
+    for (begin, end), end_before in reversed([*zip(spans, ends)]):
+        cut = min(begin, end_before, limit) if end > 0 else limit  # (0, 0): the tokenizer added this token
+        texts.append(prompt[cut:limit])
+        limit = cut
+    return texts[::-1]
 
 
 def of_completion(found: list[Likelihood]) -> dict:

@@ -17,7 +17,7 @@ from modeling_looped.shared_passes import SharedPasses, checked_by
 from .answer_parts import AnswerParts
 from .asked import Asked, current_request
 from .grammars import keeps_to_schema
-from .likelihoods import Foretold, foretold, likelihoods
+from .likelihoods import Foretold, foretold, likelihoods, parts_of_prompt
 from .request_checks import check_answers, check_bias
 from .stop_texts import StopsInAnswer
 
@@ -97,6 +97,7 @@ class ModelOfRequest:
     def __init__(self, passes: SharedPasses):
         self.passes, self.asked = passes, current_request.get()
         self.until_cancelled = UntilCancelled(self.asked.likeliest)
+        self.prompt_texts: list[str] = []  # of the tokens of a text that is echoed
 
     def __getattr__(self, name):
         return getattr(self.passes.model, name)
@@ -118,6 +119,8 @@ class ModelOfRequest:
         settings = {"logits_processor": asked.processors, **kwargs, **asked.fields}
         check = partial(check_client, streamer or self.until_cancelled)
         if asked.echoes and asked.likeliest is not None:
+            if isinstance(asked.prompt, str):
+                self.prompt_texts = parts_of_prompt(kwargs["tokenizer"], asked.prompt)
             with checked_by(check):
                 self.read_prompt(prompt)
         if asked.is_prompt_alone:
@@ -157,7 +160,8 @@ class ModelOfRequest:
             return
         begin = length if asked.prompt is None else 0  # an answer in a conversation is a text of its own
         first = [Foretold(ids[0], None, [])] if asked.echoes else []
-        asked.likelihoods = likelihoods(tokenizer, ids[begin:], first + self.until_cancelled.foretold)
+        said = first + self.until_cancelled.foretold
+        asked.likelihoods = likelihoods(tokenizer, ids[begin:], said, self.prompt_texts)
 
 
 class SharedGenerateManager(GenerateManager):
