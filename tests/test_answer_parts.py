@@ -175,6 +175,28 @@ def test_calls_that_a_template_writes_as_a_list(is_stream):
     assert found == ("", "I", "fg", "tool_calls")
 
 
+@pytest.mark.parametrize(
+    ("calls", "text", "reason"),
+    [
+        ({"transform": {"function": {"name": "{name}"}}}, FIRST, "KeyError: transform placeholder '{name}' is not"),
+        ({"transform": {"function": {"name": "{content.name}"}}}, FIRST, "KeyError: arguments"),
+        ({}, '<call>{"secret": </call>', "ValueError: json parser could not parse region as JSON."),
+    ],
+    ids=["placeholder", "key", "answer"],
+)
+def test_a_tool_call_that_is_left_out_is_warned_of(calls, text, reason, monkeypatch):
+    """By what is wrong with the template, too, and without the text of the answer."""
+    warnings, tokenizer = [], byte_level_tokenizer()
+    monkeypatch.setattr(answer_parts.logger, "warning_once", warnings.append)
+    template = {"start_anchor": "ab ", "fields": {**PARTED, "tool_calls": {**CALLS, **calls}}}
+    reader = answer_parts.TextOfTokens(tokenizer, skip_special_tokens=False)
+    parser = handlers.ResponseParser(template, prefix="")
+    parts = answer_parts.AnswerParts(reader, handlers.StopTexts(None), parser).whole(tokenizer("I" + text).input_ids)
+    assert parts == ["I"] and len(warnings) == 1
+    assert warnings[0].startswith("A tool call was left out") and f"({reason}" in warnings[0]
+    assert "secret" not in warnings[0]
+
+
 @pytest.mark.parametrize("make", [byte_tokenizer, byte_level_tokenizer])
 def test_tokens_without_text_are_not_decoded_again_and_again(make, monkeypatch):
     """A long run of stray bytes, and of special tokens, costs no more for each than a short one, and loses nothing."""

@@ -6,9 +6,12 @@ from itertools import chain
 
 from transformers.cli.serving.utils import ToolCall, response_events_to_chunks
 from transformers.convert_slow_tokenizer import bytes_to_unicode
+from transformers.utils import logging
 
 from .stop_texts import StopTexts, decode
 
+
+logger = logging.get_logger(__name__)
 
 INCOMPLETE = "\ufffd"  # what tokenizers write for bytes that are no character, or not yet
 CONTEXT = 16  # tokens before a text whose decoding tells how it begins
@@ -108,7 +111,8 @@ class AnswerParts:
             try:
                 self.parser._process(events, eos=is_last)
                 is_read = True
-            except WRITTEN_WRONGLY:  # a tool call that is cut off or badly formed is left out, not what is beside it
+            except WRITTEN_WRONGLY as error:  # such a tool call is left out, not what is beside it
+                warn_of_lost_call(error)
                 self.parser._reset_to_implicit()
         return [*chain.from_iterable(parts_of(self.stripped(event)) for event in events)]
 
@@ -129,5 +133,14 @@ def parts_of(event: dict) -> list[str | ToolCall]:
         return [part for call in calls for part in parts_of({**event, "value": call})]
     try:
         return response_events_to_chunks([event])
-    except WRITTEN_WRONGLY:  # a tool call without a name or arguments
+    except WRITTEN_WRONGLY as error:  # a tool call without a name or arguments
+        warn_of_lost_call(error)
         return []
+
+
+def warn_of_lost_call(error: Exception):
+    reason = str(error.args[0] if error.args else "").partition("\n")[0]  # the lines behind it quote the answer
+    logger.warning_once(
+        "A tool call was left out of an answer: it is cut off or badly formed, or the response_template of the "
+        f"tokenizer is wrong ({type(error).__name__}: {reason})."
+    )
