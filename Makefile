@@ -17,7 +17,7 @@ BIN := $(VENV)/bin
 FLOOR := .venv-floor
 DOCS := .venv-docs
 SERVING := .venv-serving
-TEST_TOOLS := pytest pytest-xdist pytest-timeout hypothesis parameterized pillow trl
+TEST_TOOLS := pytest pytest-xdist pytest-timeout hypothesis parameterized pillow trl tenacity zstandard datatrove
 INSTALLED := $(VENV)/.installed
 TORCH := $(shell sed -n 's/^\(torch==[^ ;]*\).*/\1/p' constraints.txt)
 # one thread each: the models of the tests are small, and processes that share cores spin in each other's way; and what
@@ -41,7 +41,7 @@ test-floor: $(FLOOR)/.installed
 
 $(FLOOR)/.installed: pyproject.toml constraints-floor.txt
 	$(PYTHON) -m venv $(FLOOR)
-	$(FLOOR)/bin/python -m pip install -c constraints-floor.txt -e '.[train,eval,peft]' $(TEST_TOOLS)
+	$(FLOOR)/bin/python -m pip install -c constraints-floor.txt -e '.[train,eval,peft,serve,cluster]' $(TEST_TOOLS)
 	touch $@
 
 # the package index has a CPU build of vLLM; where that is not reached, nothing is tested, and a line says so
