@@ -34,7 +34,7 @@ from looped_recipes.data.tokenizers import mark_documents
 from looped_recipes.engine.validation import validate
 from looped_recipes.settings.recipe import DataConfig, recipe_of_run
 from modeling_looped import LoopedConfig, LoopedForCausalLM
-from modeling_looped.exit_criteria import CRITERIA, ExitRule
+from modeling_looped.exit_criteria import CRITERIA, Criterion, ExitRule
 from tests.helpers import quick_and_slow, random_ids, run_of, run_of_documents, tiny_model, tiny_tokenizer
 
 
@@ -248,6 +248,23 @@ def test_the_threshold_is_the_cheapest_within_the_budget(name, ties):
         assert perplexity_at(chosen, units.losses) == pytest.approx(found)
         between += min_loops < loops < LOOPS
     assert between > 3
+
+
+@pytest.mark.parametrize("exits_above", [True, False])
+def test_adding_a_constant_to_a_criterion_of_ones_own_moves_its_threshold_alone(exits_above, monkeypatch):
+    """Log-odds may all be negative."""
+    own = Criterion(None, "state", exits_above, least=-math.inf)
+    monkeypatch.setitem(CRITERIA, "log_odds", own)
+    units = random_units("log_odds", 0, ties=False)
+    for constant in (-0.5, -3.0):
+        moved = Units(units.losses, {"log_odds": units.scores["log_odds"] + constant})
+        assert least_loops("log_odds", moved, 1) == least_loops("log_odds", units, 1)
+        for choose, wanted in ((calibrate, 0.02), (calibrate_loops, 1.5), (calibrate_loops, 3.0)):
+            threshold = choose("log_odds", units, wanted, 1)
+            assert threshold is not None and math.isfinite(threshold)
+            assert choose("log_odds", moved, wanted, 1) == pytest.approx(threshold + constant, abs=1e-12)
+            before = run_each(units, "log_odds", threshold, 1)
+            assert run_each(moved, "log_odds", choose("log_odds", moved, wanted, 1), 1) == before
 
 
 @pytest.mark.parametrize("name", CRITERIA)

@@ -63,7 +63,7 @@ class Tried(NamedTuple):
 
 
 def try_all(name: str, units: Units, min_loops: int) -> Tried:
-    scores = units.scores[name].clamp(0, LARGEST.get(name))
+    scores = units.scores[name].clamp(CRITERIA[name].least, LARGEST.get(name))
     sign = 1 if CRITERIA[name].exits_above else -1
     exits = slice(min_loops - 1, -1)  # loops at which a threshold makes a difference
     best = (sign * scores)[exits].cummax(0).values.flatten()
