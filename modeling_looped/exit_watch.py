@@ -15,7 +15,7 @@ from .context import PassContext
 from .depth import deepest, depth_per_row
 from .exit_criteria import CRITERIA, ExitRule
 from .outputs import LoopedCausalLMOutputWithPast, kept_positions, unrecorded
-from .overrides import is_split
+from .overrides import is_as_written, is_split
 from .tensors import on_device
 
 
@@ -103,7 +103,15 @@ def forward_with_exits(
     if not isinstance(rule, ExitRule):
         example = "modeling_looped.ExitRule('max_prob', 0.9)"
         raise TypeError(f"exit_rule={rule!r}: make one of {', '.join(CRITERIA)}, as {example}")
-    refuse_with_exits({"layers on several devices": is_split(model)})
+    # the trunk's `loop` is not called where tokens stop, and no `forward` is called just once in every way below
+    of_trunk = ("forward", "loop") if rule.selection == "stop" else ("forward",)
+    has_own_passes = is_as_written(model, "forward") and is_as_written(model.model, *of_trunk)
+    refuse_with_exits(
+        {
+            "layers on several devices": is_split(model),
+            f"a {' or '.join(of_trunk)} that is not the model's own": not has_own_passes,
+        }
+    )
     given = inputs["input_ids"] if inputs["input_ids"] is not None else inputs["inputs_embeds"]
     keep, of_rows = kept_positions(logits_to_keep), depth_per_row(depths, len(given))
     rule = rule.checked(model.config, deepest(depths))

@@ -472,6 +472,48 @@ def test_states_of_a_loop_of_ones_own_end_with_what_it_returns(num_coda_layers):
         torch.testing.assert_close(found, model(ids, num_loops=depth).logits)
 
 
+class DoubledLoop(LoopedModel):
+    def loop(self, *inputs):
+        final, states = super().loop(*inputs)
+        return 2 * final, [2 * state for state in states]
+
+
+class DoubledTrunk(LoopedModel):
+    def forward(self, *args, **kwargs):
+        outputs = super().forward(*args, **kwargs)
+        outputs.last_hidden_state = 2 * outputs.last_hidden_state
+        return outputs
+
+
+class DoubledLogits(LoopedForCausalLM):
+    def forward(self, *args, **kwargs):
+        outputs = super().forward(*args, **kwargs)
+        outputs.logits = 2 * outputs.logits
+        return outputs
+
+
+@pytest.mark.parametrize("part", [DoubledLoop, DoubledTrunk, DoubledLogits])
+@pytest.mark.parametrize("selection", ["stop", "after", "weighted"])
+def test_exits_within_a_pass_follow_what_replaces_it_or_refuse_it(part, selection):
+    """A rule that no token passes gives the logits of full depth."""
+    criterion = "gate" if selection == "weighted" else "max_prob"
+    fields = {"exit_gate": "raw", "loop_loss": "exit_weighted", "num_coda_layers": 1, "readout_norm": "none"}
+    model, ids = tiny_model(num_loops=3, **fields), random_ids(2, 7)
+    if part is DoubledLogits:
+        model.__class__ = part
+    else:
+        put_trunk(model, part)
+    for per_sequence in (False, True) if selection == "stop" else (False,):
+        rule = ExitRule(criterion, torch.inf, selection=selection, per_sequence=per_sequence)
+        if part is DoubledLoop and selection != "stop":
+            wanted = {"after": "logits", "weighted": "exit_logits"}[selection]
+            full = model(ids, output_exit_logits=selection == "weighted", use_cache=False)
+            torch.testing.assert_close(model(ids, exit_rule=rule, use_cache=False).logits, full[wanted])
+            continue
+        with pytest.raises(ValueError, match="a forward( or loop)? that is not the model's own"):
+            model(ids, exit_rule=rule, use_cache=False)
+
+
 @pytest.mark.slow
 def test_a_loop_of_ones_own_is_compiled_whole_with_the_states_of_every_loop():
     class AsItIs(LoopedModel):
