@@ -281,6 +281,25 @@ def test_loops_with_weights_of_their_own_are_the_dense_layers(core_init, family)
     assert errors == sorted(errors)
 
 
+@pytest.mark.parametrize("fields", [{}, {"injection": "add"}, {"injection": "diagonal"}], ids=str)
+def test_each_loop_of_tied_layers_has_an_effect(fields):
+    """And no depth but one loop for each dense layer, without an injection, is the dense model."""
+    dense = dense_model()
+    model = looped(dense, core_init="average", num_core_layers=2, loop_lora_rank=48, loop_norms=True, **fields)
+    errors = [(logits(model, num_loops=depth) - logits(dense)).abs().max() for depth in range(1, 5)]
+    assert [error < 1e-2 for error in errors] == [False, False, not fields, False]
+    norms = model.model.core[0].input_layernorm.weight
+    before = logits(model)
+    for loop in range(3):
+        with torch.no_grad():
+            norms[loop] *= 2
+        assert (logits(model) - before).abs().max() > 0.1
+        with torch.no_grad():
+            norms[loop] /= 2
+    one = looped(dense, core_init="average", num_core_layers=6, injection="concat")  # one loop: nothing is tied
+    assert torch.equal(logits(one), logits(dense))
+
+
 @pytest.mark.parametrize("core_init", ["lower", "stepwise"])
 @pytest.mark.parametrize(
     "family, fields, differ",
@@ -361,6 +380,14 @@ def test_stepwise_layers_are_evenly_spaced(num_dense, core, loops, expected):
             r"num_prelude_layers=2, but layers names 1 for prelude: \[0\]",
         ),
         ({"layers": {"prelude": [3], "core": [1]}}, "in the order"),
+        (
+            {"core_init": "average", "num_core_layers": 2, "injection": "concat"},
+            "core_init='average' each of the num_loops=3 loops .* so only the last loop would have an effect: use",
+        ),
+        (
+            {"core_init": "lower", "num_core_layers": 2, "loop_change_gate": True, "injection": "add"},
+            "loop_change_gate=True starts without any change .* so only that would have an effect: use",
+        ),
         ({"hidden_size": 64}, "hidden_size=64 cannot be chosen.*hidden_size=32"),
         ({"qk_norm": "free"}, "qk_norm='free' cannot be chosen.*qk_norm='none'"),
         ({"core_hidden_size": 16}, "core_hidden_size=16 cannot be chosen"),
@@ -593,16 +620,10 @@ def test_what_is_new_and_random_is_called_missing(tmp_path):
 def test_nothing_that_is_set_afterwards_is_called_missing():
     """Of what is new, as heads that have nothing to begin from, transformers still says so."""
     dense = LlamaForCausalLM(LlamaConfig(**{**SIZES, "num_hidden_layers": 4})).eval()
+    of_loops = {"num_loops": 2, "loop_lora_rank": 64, "loop_norms": True}
     with LoggingLevel(logging.WARNING), CaptureLogger(logging.get_logger("transformers")) as said:
-        model = LoopedForCausalLM.from_dense(
-            dense,
-            num_core_layers=2,
-            num_loops=2,
-            core_init="average",
-            loop_lora_rank=64,
-            loop_norms=True,
-            loop_change_gate=True,
-        )
+        LoopedForCausalLM.from_dense(dense, num_core_layers=2, core_init="average", **of_loops)
+        model = LoopedForCausalLM.from_dense(dense, loop_change_gate=True, **of_loops)
     assert said.out == "" and model.model.change_gate.factor.abs().max() == 0
     with LoggingLevel(logging.WARNING), CaptureLogger(logging.get_logger("transformers")) as said:
         LoopedForCausalLM.from_dense(dense, num_core_layers=2, num_loops=2, core_init="average", exit_gate="raw")

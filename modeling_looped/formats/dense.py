@@ -1,6 +1,7 @@
 """Looped models made from dense ones: the dense layers become prelude, core and coda; some may be left out or tied.
 
-At one loop the looped model equals the dense one, bit for bit if no layer was left out, with every `injection`:
+With copied layers (core_init="copy"), at one loop the looped model equals the dense one, bit for bit if no layer was
+left out, with every `injection`:
 
     none, residual_all, attention_first, attention_all    act from the second loop on, or not at all
     concat      W = [0 | I]: the loop starts from the input, and learns how much to take from the state
@@ -8,6 +9,9 @@ At one loop the looped model equals the dense one, bit for bit if no layer was l
     diagonal    from a state of zeros, with B = I and a step of 1
 
 With "concat" they are equal at every depth, and so they are with any injection if `loop_change_gate` is set.
+
+With tied layers each loop stands for dense layers of its own. With injection="none", `loop_norms` and deltas of full
+rank the model equals the dense one at its own number of loops; with another injection at none.
 """
 
 import copy
@@ -187,11 +191,27 @@ def start_from_dense(
     fields |= fields_of_layers(choice, *letters.values())
     plain = LoopedConfig(**fields, num_loops=1)
     config = looped_config(plain, fields, choice.num_loops, injection, overrides)
-    if choice.tied is not None and config.has_sets_in_core:
+    if choice.tied is not None:
+        check_all_loops_count(config, core_init)
         for what, of_dense in letters.items():
-            if of_dense is not None:
+            if of_dense is not None and config.has_sets_in_core:
                 choice.check_loops(of_dense, what)
     return Start(family, choice, plain, config)
+
+
+def check_all_loops_count(config: LoopedConfig, core_init: str):
+    """Refuse tied layers if, by the first weights, all loops but one, and so their dense layers, have no effect."""
+    part = None
+    if config.injection == "concat":
+        part = "injection='concat' starts every loop from the input alone, so only the last loop"
+    elif config.loop_change_gate:
+        part = "loop_change_gate=True starts without any change after the first loop, so only that"
+    if part is not None and config.num_loops > 1:
+        raise ValueError(
+            f"with core_init={core_init!r} each of the num_loops={config.num_loops} loops stands for dense layers of "
+            f"its own, but {part} would have an effect: use injection='none' without loop_change_gate, or "
+            "core_init='copy'"
+        )
 
 
 def fields_of_layers(choice: LayerChoice, windows: str | None, ropes: str | None) -> dict[str, Any]:
