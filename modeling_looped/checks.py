@@ -5,7 +5,7 @@ from transformers.utils import logging
 
 from .compatibility import PagedAttentionCache
 from .depth import DepthPlan
-from .overrides import runs_own
+from .overrides import is_as_written, runs_own
 
 
 logger = logging.get_logger(__name__)
@@ -100,6 +100,21 @@ def why_no_cache(config, plan: DepthPlan, reads_out_every_loop: bool) -> str | N
     if plan.ends_together:
         return f"with backprop_loops, rows of depths {plan.depths} are aligned at their last loops, not their first"
     return None
+
+
+def warn_of_untrained_input(trunk, plan: DepthPlan, embedded: torch.Tensor):
+    """Warn if no row's first loop has gradients where the input reaches the loops by their first state alone: what
+    comes before the loops then gets no gradient."""
+    config, without_gradient = trunk.config, (tick.rows for tick in plan.ticks if not tick.has_gradient)
+    if max(without_gradient, default=0) < len(embedded) or not embedded.requires_grad:
+        return
+    is_ours = is_as_written(trunk.injection, "forward", "before_layer") and is_as_written(trunk, "loop", "core_pass")
+    if config.injection == "none" and config.loop_loss != "gate" and is_ours and not torch.compiler.is_compiling():
+        logger.warning_once(
+            "With injection='none' the input reaches the loops by their first state alone, and in a training pass "
+            "backprop_loops is below the depth of every row: the embedding, as input, and the prelude get no gradient "
+            "from it. Choose an injection, raise backprop_loops or leave it out, or freeze what is not to be trained."
+        )
 
 
 def warn_of_changes(config, built_with: dict):

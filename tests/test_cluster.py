@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from looped_recipes.common.cluster import Cluster, least_between, muon_flops, muon_shapes
-from looped_recipes.common.flops import sizes, validation_flops_per_token
+from looped_recipes.common.flops import sizes, training_flops_per_token, validation_flops_per_token
 from looped_recipes.engine.optimizers import build_optimizers
 from looped_recipes.engine.validation import losses_at
 from looped_recipes.plan import ASSUMED, main
@@ -66,6 +66,20 @@ def test_operations_of_validation_are_those_of_its_passes(system):
         losses_at(model, model.config, [2, 4], {"input_ids": ids, "labels": ids})
     assert validation_flops_per_token(model.config, 16, [2, 4]) == pytest.approx(
         counter.get_total_flops() / 16, rel=0.01
+    )
+
+
+@pytest.mark.parametrize("injection", ["none", "add"])
+@pytest.mark.parametrize("backprop_loops", [2, 4])
+def test_operations_of_training_are_those_of_its_pass(injection, backprop_loops):
+    """Without an injection a prelude has no backward pass where the first loop has no gradients; norms are beside."""
+    width = {"hidden_size": 256, "num_prelude_layers": 3}
+    model, ids = tiny_model(num_loops=4, injection=injection, **width).train(), random_ids(1, 16)
+    model.set_attn_implementation("eager")
+    with FlopCounterMode(display=False) as counter:
+        model(ids, shift_labels=ids, backprop_loops=backprop_loops, use_cache=False).loss.backward()
+    assert training_flops_per_token(model.config, 16, 4, backprop_loops) == pytest.approx(
+        counter.get_total_flops() / 16, rel=0.03
     )
 
 

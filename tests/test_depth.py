@@ -7,6 +7,9 @@ import pytest
 import torch
 from transformers import DynamicCache, StaticCache
 
+from modeling_looped import checks
+from modeling_looped.injection import INJECTIONS, Injection
+
 from . import naive
 from .helpers import SECTIONS, random_ids, tiny_config, tiny_model
 from .naive import DoubleRotary
@@ -289,6 +292,42 @@ def test_truncation_changes_gradients_and_nothing_else():
     assert gradients[0][0] == pytest.approx(gradients[1][0], rel=1e-12) == pytest.approx(gradients[2][0], rel=1e-12)
     assert_same(gradients[0][1], gradients[1][1])
     assert (gradients[0][1] - gradients[2][1]).norm() > 1e-3 * gradients[0][1].norm()
+
+
+@pytest.mark.parametrize("injection", INJECTIONS)
+@pytest.mark.parametrize(
+    "num_loops, backprop_loops, reaches",
+    [(4, None, True), (4, 4, True), (4, 2, False), ([3, 4], 2, False), ([4, 2], 2, True)],
+)
+def test_a_prelude_that_gets_no_gradient_is_warned_of(injection, num_loops, backprop_loops, reaches, monkeypatch):
+    said, ids = [], random_ids(2, 5)
+    monkeypatch.setattr(checks.logger, "warning_once", said.append)
+    model = tiny_model(num_prelude_layers=1, injection=injection).train()
+    model(ids, labels=ids, num_loops=num_loops, backprop_loops=backprop_loops).loss.backward()
+    before = [model.model.embed_tokens.weight, *model.model.prelude.parameters()]
+    assert {parameter.grad is not None for parameter in before} == {injection != "none" or reaches}
+    assert len(said) == (injection == "none" and not reaches)
+    assert all("raise backprop_loops or leave it out" in line for line in said)
+
+
+def test_a_prelude_that_is_frozen_on_purpose_is_not_warned_of(monkeypatch):
+    class Own(Injection):
+        def forward(self, state, embedded):
+            return state + embedded
+
+    said, ids = [], random_ids(2, 5)
+    monkeypatch.setattr(checks.logger, "warning_once", said.append)
+    model = tiny_model(num_prelude_layers=1).train()
+    for part in (model.model.embed_tokens, model.model.prelude):
+        part.requires_grad_(False)
+    model(ids, labels=ids, num_loops=4, backprop_loops=2).loss.backward()
+    model.requires_grad_(True)
+    model.model.injection = Own(model.config)
+    model(ids, labels=ids, num_loops=4, backprop_loops=2).loss.backward()
+    assert model.model.embed_tokens.weight.grad is not None
+    model.model.injection = Injection(model.config)
+    model.eval()(ids, labels=ids, num_loops=4, backprop_loops=2)
+    assert said == []
 
 
 def test_gradients_that_reach_no_keys_are_refused():

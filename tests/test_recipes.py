@@ -28,7 +28,7 @@ from looped_recipes.settings.foreign_keys import HERE, PLACES
 from looped_recipes.settings.operations import Operations
 from looped_recipes.settings.ranges import RANGES
 from looped_recipes.settings.recipe import RecipeError, load_recipe, recipe_of_run
-from looped_recipes.settings.run_checks import note_on_windows
+from looped_recipes.settings.run_checks import check_run, note_on_windows
 from looped_recipes.settings.sections import LENGTHS, SECTIONS
 from looped_recipes.settings.sweep_files import is_sweep
 from modeling_looped import LoopedConfig, LoopedForCausalLM, depths_of_step
@@ -330,6 +330,28 @@ def test_flops_are_those_of_the_formula():
     assert costs["steps"] == -(-11_200_000_000 // (256 * 2048))
 
 
+@pytest.mark.parametrize(
+    "settings, is_refused",
+    [
+        (["depth.backprop_loops=2"], True),
+        (["depth.backprop_loops=half", "model.num_prelude_layers=1", "model.tie_word_embeddings=true"], True),
+        (["depth.backprop_loops=2", "model.tie_word_embeddings=true"], False),  # the head's gradients
+        (["depth.backprop_loops=3"], False),
+        (["depth.backprop_loops=2", "model.injection=add"], False),
+        (["depth.backprop_loops=2", "depth.sampler=poisson"], False),
+        (["depth.backprop_loops=2", "model.exit_gate=raw", "training.freeze_all_but_gate=true"], False),
+    ],
+    ids=str,
+)
+def test_recipes_whose_embedding_would_get_no_gradient(settings, is_refused):
+    recipe = load_recipe(RECIPES / "smoke/base.yaml", settings)  # three loops
+    if is_refused:
+        with pytest.raises(RecipeError, match="of 3 loops and model.injection='none' the embedding and the prelude"):
+            check_run(recipe)
+    else:
+        check_run(recipe)
+
+
 @pytest.mark.parametrize("gate_alone", [["model.loop_loss=gate"], ["training.freeze_all_but_gate=true"]], ids=str)
 def test_a_gate_by_itself_sends_nothing_back(gate_alone):
     """A forward pass that reads every loop out, and no gradients or moments."""
@@ -356,7 +378,8 @@ def test_operations_are_those_of_the_depths_that_are_drawn():
     for steps in (2, 5, 9, 50):
         assert operations.steps_within(operations.of_run(steps)) == steps
     for depth, window in ((3, 8), (8, 3)):
-        recipe = load_recipe(RECIPES / "smoke/lt.yaml", [f"depth.backprop_loops={window}", f"model.num_loops={depth}"])
+        settings = [f"depth.backprop_loops={window}", f"model.num_loops={depth}"]
+        recipe = load_recipe(RECIPES / "smoke/lt_input.yaml", settings)
         assert plan(recipe)["loops with gradients, at the mean depth"] == 3
     with_tables = load_recipe(
         RECIPES / "smoke/lt.yaml", ["model.value_embeddings=true", *growing, "training.steps=10"]

@@ -122,7 +122,10 @@ def training_flops_per_token(
     times = 1 if only_gate else 3  # cost in forward passes: 3 with the backward pass
     codas = 1 if config.loop_loss == "terminal" else depth
     heads = {"exit_weighted_logits": 1, "last_third": depth - start_of_last_third(depth)}.get(config.loop_loss, codas)
-    once = times * (2 * (n.outer + value_tables * n.value_tables) + attention_flops(config, "prelude", length))
+    once = times * 2 * value_tables * n.value_tables
+    prelude = 2 * n.outer + attention_flops(config, "prelude", length)
+    # without an injection its output enters before the first loop alone, which then may have no gradients
+    once += prelude * (1 if config.injection == "none" and with_gradient < depth else times)
     loops = (2 * n.core + attention_flops(config, "core", length)) * (depth + 2 * with_gradient)
     unmade = loops_without_keys(config, depth)
     unmade += 2 * (unmade - loops_without_keys(config, depth - with_gradient))

@@ -30,6 +30,7 @@ def check_run(recipe: Recipe) -> LoopedConfig:
         raise RecipeError(f"section 'model' can not be built: {' '.join(str(error).split())}") from error
     if recipe.training.initialize_from is None or recipe.start_is_here:  # else the saved model may differ
         check_against_model(recipe, config)
+        check_input(recipe, config)
     if recipe.start_is_here:
         check_positions(recipe, config)
     check_depths(recipe, config)
@@ -158,6 +159,21 @@ def check_keys(recipe: Recipe, config: LoopedConfig):
             f"with depth.backprop_loops={depth.backprop_loops!r} no loop with gradients computes keys and values in "
             f"some steps (model.key_value_interval={config.key_value_interval}, "
             f"model.num_key_value_loops={config.num_key_value_loops}): leave out backprop_loops, or share fewer"
+        )
+
+
+def check_input(recipe: Recipe, config: LoopedConfig):
+    """Refuse a depth at which the embedding and the prelude would never get a gradient. A class of the user's own may
+    pass the input on in another way, and a head that is the embedding trains it."""
+    window, mean, training = recipe.backprop_loops(config), recipe.mean_depth(config), recipe.training
+    if recipe.depths_vary or window is None or window >= mean or config.injection != "none":
+        return
+    trains_all = not training.freeze_all_but_gate and config.loop_loss != "gate" and training.model_file is None
+    if trains_all and (config.num_prelude_layers or not config.tie_word_embeddings):
+        raise RecipeError(
+            f"with depth.backprop_loops={recipe.depth.backprop_loops!r} of {mean:g} loops and model.injection='none' "
+            "the embedding and the prelude would get no gradient in any step, as their output enters before the first "
+            "loop alone: choose a model.injection, or leave out backprop_loops"
         )
 
 
