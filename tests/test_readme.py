@@ -24,7 +24,7 @@ from looped_recipes.settings.recipe import RecipeError, load_recipe
 from looped_recipes.settings.sweep_files import is_sweep
 from modeling_looped import LoopedConfig, LoopedForCausalLM, save_public
 from modeling_looped.exit_criteria import CRITERIA, ExitRule
-from tests.helpers import tiny_config, tiny_model
+from tests.helpers import random_ids, shake, tiny_config, tiny_model
 
 
 ROOT = Path(__file__).parent.parent
@@ -88,6 +88,22 @@ def probe(model, name: str):
     assert seen == {0}
 
 
+@torch.no_grad()
+def route(trunk, name: str):
+    """Decode and score with a depth that each token chooses: tokens exit where their states no longer change."""
+    model, ids = tiny_model(num_loops=5, num_coda_layers=1, num_key_value_loops=1), random_ids(3, 9)
+    model.model = trunk(model.config).eval()
+    shake(model)
+    full = model(ids, output_loop_hidden_states=True, use_cache=False)
+    states = torch.stack([full.initial_state, *full.loop_hidden_states])
+    changes = (states[1:] != states[:-1]).any(-1).sum(0)
+    exits = model(ids, exit_rule=ExitRule(name, 0.0))
+    assert torch.equal(exits.token_loops, changes.clamp(min=1)) and len(changes.unique()) > 2
+    torch.testing.assert_close(exits.logits, full.logits)
+    given = {"max_new_tokens": 9, "do_sample": False}
+    assert torch.equal(model.generate(ids, **given, exit_criterion=name), model.generate(ids, **given))
+
+
 @pytest.mark.parametrize("page", PAGES_WITH_PYTHON)
 def test_code_runs(page, folder_of_models, monkeypatch):
     """All Python of a page as one script; a model whose width it leaves at 768 is a small one."""
@@ -98,7 +114,7 @@ def test_code_runs(page, folder_of_models, monkeypatch):
     code = re.sub(r'LoopedConfig(\.from_preset\("\w+", |\()(?=num_)', rf"\g<0>{small}", script)
     exec(compile(code, page, "exec"), names)
     for name in CRITERIA.keys() - known:
-        probe(names["model"], name)
+        route(names["Routed"], name) if name == "router" else probe(names["model"], name)
         del CRITERIA[name]
     if "model" in names:
         assert names["model"].config.model_type == "looped"
