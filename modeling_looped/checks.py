@@ -105,11 +105,11 @@ def why_no_cache(config, plan: DepthPlan, reads_out_every_loop: bool) -> str | N
 def warn_of_untrained_input(trunk, plan: DepthPlan, embedded: torch.Tensor):
     """Warn if no row's first loop has gradients where the input reaches the loops by their first state alone: what
     comes before the loops then gets no gradient."""
-    config, without_gradient = trunk.config, (tick.rows for tick in plan.ticks if not tick.has_gradient)
-    if max(without_gradient, default=0) < len(embedded) or not embedded.requires_grad:
+    if torch.compiler.is_compiling() or trunk.config.injection != "none" or trunk.config.loop_loss == "gate":
         return
+    without_gradient = max((tick.rows for tick in plan.ticks if not tick.has_gradient), default=0)
     is_ours = is_as_written(trunk.injection, "forward", "before_layer") and is_as_written(trunk, "loop", "core_pass")
-    if config.injection == "none" and config.loop_loss != "gate" and is_ours and not torch.compiler.is_compiling():
+    if without_gradient == len(embedded) and embedded.requires_grad and is_ours:
         logger.warning_once(
             "With injection='none' the input reaches the loops by their first state alone, and in a training pass "
             "backprop_loops is below the depth of every row: the embedding, as input, and the prelude get no gradient "
