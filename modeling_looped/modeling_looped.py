@@ -14,10 +14,11 @@
 """Looped language models: a decoder that applies the same block of layers `num_loops` times.
 
 `LoopedModel.forward` runs the model, and its method `loop` runs the loops. Each of the other files has one subject.
-These are enough to understand the model: configuration_looped (its axes), layers (a block), injection (how a loop
-starts), depth (which rows run), cache (keys and values of each loop), causal_lm (the language model on top), losses.
-Then generation: exit_criteria (when a token is done), continuous (rows at different loops), speculation (drafts after
-few loops). The others serve these, or other software.
+These are enough to understand the model: configuration_looped (its axes), config_layers (slots of the cache), context
+(what a block gets), layers (a block), injection (how a loop starts), depth (which rows run), cache (keys and values of
+each loop), causal_lm (the language model on top), loss_of_model, losses. Then generation: exit_criteria (when a
+token is done), continuous (rows at different loops), speculation (drafts after few loops). The others serve these, or
+other software.
 """
 
 from collections.abc import Callable
