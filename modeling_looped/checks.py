@@ -11,7 +11,7 @@ from .overrides import is_as_written, runs_own
 logger = logging.get_logger(__name__)
 
 
-# fields that a model reads only while it is built
+# fields that a model reads while it is built; passes read a few of them too
 FIELDS_OF_BUILDING = (
     "injection", "injection_norm", "loop_embedding", "loop_damping", "loop_change_gate", "prelude_norm", "block_norm",
     "norm_affine", "norm_offset", "norm_rounding", "rms_norm_eps", "window_pattern", "sliding_window", "qk_norm",
@@ -123,8 +123,8 @@ def warn_of_changes(config, built_with: dict):
     if changed:
         values = ", ".join(f"{name}={value!r} (built with {built_with[name]!r})" for name, value in changed.items())
         logger.warning(
-            f"Since this model was built its config has changed: {values}. The model has not, but what is opened from "
-            "the saved folder will follow the config."
+            f"Since this model was built its config has changed: {values}. This model may follow that in part or not "
+            "at all, but what is opened from the saved folder will follow the config."
         )
 
 

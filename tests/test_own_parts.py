@@ -130,6 +130,16 @@ def test_a_config_that_changed_after_the_model_was_built_is_told(tmp_path, monke
     assert "injection='add' (built with 'none')" in said[0] and "rms_norm_eps=0.5" in said[0]
 
 
+def test_a_model_may_follow_a_changed_config_and_what_is_said_of_it_allows_that(tmp_path, monkeypatch):
+    model, ids, said = tiny_model(exit_gate="raw"), random_ids(1, 4), []
+    monkeypatch.setattr(checks.logger, "warning", said.append)
+    before = model(ids, output_exit_probabilities=True).exit_probabilities
+    model.config.exit_gate = "normed"
+    assert not torch.allclose(before, model(ids, output_exit_probabilities=True).exit_probabilities)
+    model.save_pretrained(tmp_path)
+    assert "exit_gate='normed' (built with 'raw'). This model may follow that in part or not at all," in said[0]
+
+
 def other_values(field) -> list:
     """Values that a field of the config may have besides its default; some are refused beside the others."""
     now = field.default
