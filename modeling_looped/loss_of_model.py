@@ -57,7 +57,7 @@ class LoopedLossMixin:
                 "output_loop_losses, or compute your loss from output_loop_logits=True outside of the model"
             )
         if self.config.loop_loss != "exit_weighted_logits":
-            loss, losses, token_losses = self._loop_loss(outputs, gates, depths, labels, every_loop=every_loop)
+            loss, losses, token_losses = self._loop_loss(outputs, gates, depths, labels, with_unread=every_loop)
             return loss, losses, token_losses if every_loop else None
         mixed = self._exit_weighted(outputs.loop_readout_states, exit_probabilities, depths)
         loss = self._loop_loss(outputs, gates, depths, labels, mixed=mixed)[0]
@@ -79,11 +79,11 @@ class LoopedLossMixin:
         added = torch.where(labelled > 0, added, 0.0)  # a mean over no token is nan
         return loss + added * (labelled / denominator(labels.tokens, labels.num_items_in_batch))
 
-    def _loop_loss(self, outputs, gates, depths, labels: Labels, mixed=None, every_loop: bool = True):
+    def _loop_loss(self, outputs, gates, depths, labels: Labels, mixed=None, with_unread: bool = True):
         """Compute the loss without logits: of `mixed` readouts, or of each loop if it is read and the trunk returned
         its readout state, else of the last loop."""
         readouts = outputs.loop_readout_states
-        reads_once = mixed is not None or readouts is None or (self.config.loop_loss == "terminal" and not every_loop)
+        reads_once = mixed is not None or readouts is None or (self.config.loop_loss == "terminal" and not with_unread)
         if reads_once:  # a single state, after the readout norm
             readouts = [outputs.last_hidden_state if mixed is None else mixed]
         head = self._head(reads_once)
@@ -91,7 +91,7 @@ class LoopedLossMixin:
         if self.config.state_losses:
             targets = self._latent_targets(labels.tokens)
             states = LoopStates(outputs.loop_hidden_states, outputs.initial_state, targets)
-        return loop_loss(self.config, head, readouts, reads_once, states, gates, depths, labels, every_loop)
+        return loop_loss(self.config, head, readouts, reads_once, states, gates, depths, labels, with_unread)
 
     def _head(self, is_read_out: bool) -> Head:
         """Return the head for states after the readout norm (`is_read_out`) or for states before it."""

@@ -80,7 +80,7 @@ def loop_loss(
     gates: torch.Tensor | None,  # gate logits [loops, batch, length]
     depths: int | list[int],  # of all rows, or per row
     labels: Labels,
-    every_loop: bool,  # also compute the CE of readouts that the loss does not read
+    with_unread: bool,  # also compute the CE of readouts that the loss does not read
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the loss and, without gradients, the cross-entropies of the readouts: their means, [loops], nan where no
     token was compared, and the values per token, [loops, batch, length], 0 where there is no label."""
@@ -88,7 +88,7 @@ def loop_loss(
     targets = targets_of(labels, depths, device, wide_dtype(readouts[0]))
     of_targets: Any = None if gates is None else gates.flatten(1)[:, targets.positions]
     log_p: Any = exit_log_probabilities(of_targets, targets.depth - 1) if objective == "exit_weighted" else None
-    only_last_third = objective == "last_third" and not every_loop
+    only_last_third = objective == "last_third" and not with_unread
 
     compared = None
     if reads_once:

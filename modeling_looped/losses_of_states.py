@@ -24,7 +24,7 @@ from .tensors import wide_dtype
 
 
 class LoopStates(NamedTuple):
-    every_loop: tuple[torch.Tensor, ...]  # H_k, [batch, length, hidden]; a row that ran fewer loops keeps its last
+    after_loops: tuple[torch.Tensor, ...]  # H_k, [batch, length, hidden]; a row that ran fewer loops keeps its last
     first: torch.Tensor  # h_0
     targets: torch.Tensor | None  # E, if a latent loss is on
 
@@ -39,7 +39,7 @@ def loss_of_states(config, states: LoopStates, positions, depth, labelled) -> to
 
     total = torch.zeros((), device=positions.device, dtype=wide)
     if config.norm_penalty or config.scale_anchor:
-        squares = mean_squares(map(tokens, states.every_loop), depth)
+        squares = mean_squares(map(tokens, states.after_loops), depth)
         total = total + config.norm_penalty * (squares * labelled).sum()
         if config.scale_anchor:
             rows = positions // states.first.shape[1]
@@ -49,7 +49,7 @@ def loss_of_states(config, states: LoopStates, positions, depth, labelled) -> to
         if config.latent_loss:
             total = total + config.latent_loss * (path_errors(states, targets, tokens, depth) * labelled).sum()
         if config.latent_anchor:
-            errors = (tokens(states.every_loop[-1]) - targets).square().mean(-1)
+            errors = (tokens(states.after_loops[-1]) - targets).square().mean(-1)
             total = total + config.latent_anchor * (errors * labelled).sum()
     return total
 
@@ -71,7 +71,7 @@ def anchor(squares: torch.Tensor, rows: torch.Tensor, num_rows: int, labelled: t
 def path_errors(states: LoopStates, targets: torch.Tensor, tokens, depth: torch.Tensor) -> torch.Tensor:
     before = tokens(states.first)
     total = before.new_zeros(len(depth))
-    for loop, state in enumerate(states.every_loop):
+    for loop, state in enumerate(states.after_loops):
         after, loops_left = tokens(state), (depth - loop).clamp(min=1)
         share = (targets - before.detach()) / loops_left.unsqueeze(-1)
         total = total + (after - before - share).square().mean(-1) * (loop < depth) / depth
