@@ -72,7 +72,7 @@ _products: ContextVar[dict[nn.Module, "RepeatedProduct"] | None] = ContextVar("p
 
 
 @contextmanager
-def decoding(model: nn.Module):
+def repeated_products(model: nn.Module):
     """Enable faster products during `generate`, which reads the same weights again and again; rounding may differ.
 
     Plain layers are determined before anything runs: weights that FSDP or offloading provides only while a layer runs

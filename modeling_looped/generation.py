@@ -26,7 +26,7 @@ from .checks import check_mask, check_softcap
 from .clients import ADAPTERS_OF_ROWS, has_prefix, warn_of_another_policy
 from .compatibility import CACHE, one_cache
 from .continuous import decode_continuously
-from .cpu import decoding
+from .cpu import repeated_products
 from .depth import check_depths
 from .depth_options import DEPTH_FIELDS, EXIT_FIELDS, DepthOptions, as_python, listed, refuse_sharing, set_fields
 from .exit_criteria import ExitCriterion, ExitSelection
@@ -118,7 +118,7 @@ class LoopedGenerationMixin(Generative):
         self._check_names(kwargs, generation_config)
         if isinstance(kwargs.get("custom_generate"), str):  # its code may read none of these arguments
             self._prepare_generation_config(generation_config, **kwargs)
-        with decoding(self):
+        with repeated_products(self):
             return super().generate(inputs, generation_config, *args, **kwargs)
 
     def _check_names(self, arguments: dict, passed_config: GenerationConfig | None):

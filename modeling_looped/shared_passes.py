@@ -27,7 +27,7 @@ import torch
 from transformers.utils import logging
 
 from .continuous import ContinuousDecoder, tick
-from .cpu import decoding, multiplying_as_in
+from .cpu import multiplying_as_in, repeated_products
 from .depth import check_count
 from .depth_options import DepthOptions, as_python, listed, set_fields
 from .foreign_names import GENERATION_FIELDS
@@ -77,13 +77,13 @@ class SharedPasses:
         self._context = copy_context()  # ticks run in it, and share its copies of weights for repeated products
 
     def __enter__(self) -> "SharedPasses":
-        self._decoding = decoding(self.model)
-        self._context.run(self._decoding.__enter__)
+        self._products = repeated_products(self.model)
+        self._context.run(self._products.__enter__)
         return self
 
     def __exit__(self, *error):
         with self.turn():  # a call that still runs enters the context in its ticks
-            self._context.run(self._decoding.__exit__, None, None, None)
+            self._context.run(self._products.__exit__, None, None, None)
 
     def generate(self, *args, check: Callable[[], None] | None = None, **kwargs):
         """Run `model.generate`. check: called while the call waits for room, before the prompt and between

@@ -8,7 +8,7 @@ from torch.nn import Linear
 from torch.nn import functional as F
 
 from modeling_looped import LoopedConfig, LoopedForCausalLM, cpu, cpu_gradients
-from modeling_looped.cpu import RepeatedProduct, decoding, project
+from modeling_looped.cpu import RepeatedProduct, project, repeated_products
 from modeling_looped.cpu_gradients import CausalAttention
 from modeling_looped.layers import attend_on_cpu
 from modeling_looped.shared_passes import SharedPasses
@@ -141,17 +141,17 @@ def test_few_rows_from_the_left(shape, bias, few_rows):
     layer, x = Linear(48, 20, bias=bias), torch.randn(*shape, 48)
     usual = F.linear(x, layer.weight, layer.bias)
     assert torch.equal(project(layer, x), usual)
-    with decoding(layer):
+    with repeated_products(layer):
         found = project(layer, x)
     assert found.shape == usual.shape and found.is_contiguous()
     torch.testing.assert_close(found, usual, rtol=1e-5, atol=1e-6)
     assert torch.equal(project(layer, x), usual)
-    with decoding(layer):  # as usual in other precisions
+    with repeated_products(layer):  # as usual in other precisions
         assert torch.equal(project(layer.double(), x.double()), F.linear(x.double(), layer.weight, layer.bias))
 
 
 def test_few_rows_end_with_the_generation():
-    with pytest.raises(RuntimeError, match="stop"), decoding(Linear(2, 2)):
+    with pytest.raises(RuntimeError, match="stop"), repeated_products(Linear(2, 2)):
         raise RuntimeError("stop")
     assert cpu._products.get() is None
 
@@ -164,7 +164,7 @@ def kept_for(layer):
 
 def read_often(layer, x):
     """What the layer says once it has been read often, and how its weights are kept then."""
-    with decoding(layer), torch.no_grad():
+    with repeated_products(layer), torch.no_grad():
         for _ in range(cpu.READS_BEFORE_ORDERING):
             assert torch.equal(project(layer, x), layer(x))
             assert kept_for(layer) is None
@@ -229,7 +229,7 @@ def test_fp32_goes_the_way_that_was_measured_to_gain(maker, way, monkeypatch):
     monkeypatch.setattr(cpu, "maker", lambda: maker)
     layer = Linear(512, 512)
     assert (cpu.can_be_ordered(layer.weight), cpu.goes_to_the_left(layer.weight)) == (way == "ordered", way == "left")
-    with decoding(layer):
+    with repeated_products(layer):
         assert (layer in cpu._products.get()) == (way is not None)
 
 
@@ -278,7 +278,7 @@ def test_a_head_for_another_vocabulary_is_made_like_the_one_before(tied):
 @pytest.mark.parametrize("how", ["copied_into", "other_memory"])
 def test_weights_that_change_between_generations_are_ordered_anew(how, has_order):
     layer, x = Linear(256, 256).bfloat16(), torch.randn(2, 256).bfloat16()
-    with decoding(layer), torch.no_grad():
+    with repeated_products(layer), torch.no_grad():
         for _ in range(cpu.READS_BEFORE_ORDERING + 1):
             project(layer, x)
         before = kept_for(layer)
@@ -294,7 +294,7 @@ def test_weights_that_change_between_generations_are_ordered_anew(how, has_order
 
 def test_ordered_weights_have_gradients_as_usual(has_order):
     layer, x = Linear(256, 256).bfloat16(), torch.randn(2, 256).bfloat16()
-    with decoding(layer):
+    with repeated_products(layer):
         with torch.no_grad():
             for _ in range(cpu.READS_BEFORE_ORDERING + 1):
                 project(layer, x)
@@ -305,12 +305,12 @@ def test_ordered_weights_have_gradients_as_usual(has_order):
 
 def test_an_assistant_keeps_its_order_between_its_drafts(few_rows):
     model, assistant = Linear(2, 2), Linear(2, 2)
-    with decoding(model):
+    with repeated_products(model):
         outer, of_model = cpu._products.get(), cpu._products.get()[model]
-        with decoding(assistant):
+        with repeated_products(assistant):
             of_assistant = outer[assistant]
             assert cpu._products.get() is outer and outer[model] is of_model
-        with decoding(assistant):
+        with repeated_products(assistant):
             assert outer[assistant] is of_assistant
         assert cpu._products.get() is outer
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from modeling_looped import LoopedForCausalLM, cpu, cpu_gradients, row_graphs
-from modeling_looped.cpu import decoding, fast_paths, project
+from modeling_looped.cpu import fast_paths, project, repeated_products
 from modeling_looped.layers import attend_on_cpu
 from modeling_looped.presets import PRESETS
 from modeling_looped.switches import is_switched_on
@@ -93,7 +93,7 @@ def test_switched_off_everything_is_torchs(monkeypatch):
     queries = torch.randn(2, 4, 200, 16).bfloat16().requires_grad_()
     assert attend_on_cpu(queries, queries, queries, None, 1.0) is not None
     assert attend_on_cpu(queries[:, :, :1], queries, queries, None, 1.0) is not None
-    with fast_paths(False), decoding(layer):
+    with fast_paths(False), repeated_products(layer):
         assert not cpu._products.get()
         assert torch.equal(project(layer, x), F.linear(x, layer.weight, layer.bias))
         assert attend_on_cpu(queries, queries, queries, None, 1.0) is None
@@ -248,7 +248,7 @@ def test_without_the_operator_of_training(monkeypatch):
 def test_where_torch_does_not_tell_who_watches_the_call_is_usual(monkeypatch):
     layer, x = nn.Linear(48, 20), torch.randn(1, 48)
     calls = watched_calls(monkeypatch)
-    with decoding(layer):
+    with repeated_products(layer):
         project(layer, x)
         assert calls.pop() is layer
         with monkeypatch.context() as patch:
@@ -263,7 +263,7 @@ def test_where_torch_does_not_tell_who_watches_the_call_is_usual(monkeypatch):
 def test_transforms_see_the_usual_call(monkeypatch):
     layer, x = nn.Linear(48, 20), torch.randn(3, 48)
     calls = watched_calls(monkeypatch)
-    with decoding(layer):
+    with repeated_products(layer):
         torch.testing.assert_close(torch.vmap(lambda row: project(layer, row))(x), layer(x))
         torch.func.grad(lambda row: project(layer, row).sum())(x[0])
         compiled = torch.compile(lambda rows: project(layer, rows), backend="eager", fullgraph=True)
@@ -277,7 +277,7 @@ def test_weights_that_are_shown_for_a_while_are_not_taken(monkeypatch):
     """FSDP puts plain weights into a layer while its block runs, offloading moves them in."""
     layer, x = nn.Linear(48, 20, device="meta"), torch.randn(1, 48)
     calls = watched_calls(monkeypatch)
-    with decoding(layer):
+    with repeated_products(layer):
         layer.to_empty(device="cpu")
         project(layer, x)
         layer.reset_parameters()
@@ -305,7 +305,7 @@ def test_the_second_copy_of_weights_is_said(ordering, logged, request):
 def test_weights_that_change_places_are_read_as_they_are(dtype, ordering, monkeypatch):
     layer, x = nn.Linear(48, 20).to(dtype), torch.randn(2, 48).to(dtype)
     calls = watched_calls(monkeypatch)
-    with decoding(layer), torch.no_grad():
+    with repeated_products(layer), torch.no_grad():
         project(layer, x)
         assert calls.pop() is layer
         layer.weight = nn.Parameter(-layer.weight)
