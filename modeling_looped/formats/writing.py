@@ -42,7 +42,7 @@ def save_public(model, folder, to: str, unroll: bool = False, tokenizer_of=None)
     layout, config, tensors = LAYOUTS[to], model.config, model.state_dict()
     generation = getattr(model, "generation_config", None)
     if generation is not None:
-        check_saved_depth(layout, config, generation)
+        check_generation_config(layout, config, generation)
     if layout is LLAMA:
         config, tensors = as_one_stack(config, unroll), unrolled_tensors(config, tensors)
     words = public_config(layout, config)
@@ -72,7 +72,7 @@ def refuse_offloaded(model):
         )
 
 
-def check_saved_depth(layout: Layout, config: LoopedConfig, generation: GenerationConfig):
+def check_generation_config(layout: Layout, config: LoopedConfig, generation: GenerationConfig):
     """Refuse a saved depth of `generate` beside the config's, and warn of other saved options that are left out."""
     words, kept = {}, GenerationConfig()
     layout.write_generation(words, generation)
