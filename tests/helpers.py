@@ -96,6 +96,13 @@ def random_ids(batch_size: int, length: int, vocab_size: int = TINY["vocab_size"
     return torch.randint(3, vocab_size, (batch_size, length), generator=torch.Generator().manual_seed(seed))
 
 
+def initial_state_of(model, batch_size: int, length: int) -> torch.Tensor | None:
+    """Noise where the model takes any, so that state_init "normal" is not tested from zeros alone."""
+    if model.config.state_init != "normal":
+        return None
+    return model.sample_initial_state(batch_size, length, torch.Generator().manual_seed(1)).double()
+
+
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
     """Words a to z and four special tokens: 30 ids."""
     words = ["<pad>", "<s>", "</s>", "<unk>", *"abcdefghijklmnopqrstuvwxyz"]

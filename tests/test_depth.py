@@ -11,7 +11,7 @@ from modeling_looped import checks
 from modeling_looped.injection import INJECTIONS, Injection
 
 from . import naive
-from .helpers import SECTIONS, random_ids, tiny_config, tiny_model
+from .helpers import SECTIONS, initial_state_of, random_ids, tiny_config, tiny_model
 from .naive import DoubleRotary
 
 
@@ -41,12 +41,6 @@ def model_of(system: str, **fields):
     if model.config.position_embedding == "rope":
         model.model.rotary_emb = DoubleRotary(model.config)
     return model
-
-
-def initial_state_of(model, batch_size: int, length: int, seed: int = 1):
-    if model.config.state_init != "normal":
-        return None
-    return model.sample_initial_state(batch_size, length, torch.Generator().manual_seed(seed)).double()
 
 
 def row_of(tensor, row: int):

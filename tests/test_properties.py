@@ -16,7 +16,7 @@ from looped_recipes.engine.distributed import gradients_may_be_missing
 from modeling_looped import LoopedForCausalLM
 from modeling_looped.exit_criteria import CRITERIA
 
-from .helpers import random_ids
+from .helpers import initial_state_of, random_ids
 from .strategies import MAX_LENGTH, VOCAB_SIZE, cuts, depths, examples, looped_configs, random_model
 
 
@@ -29,13 +29,6 @@ CACHES = {
 
 def ids_of(batch_size: int, length: int) -> torch.LongTensor:
     return random_ids(batch_size, length, VOCAB_SIZE)
-
-
-def initial_state_of(model, batch_size: int, length: int) -> torch.Tensor | None:
-    """Noise where the model takes any, so that state_init "normal" is not tested from zeros alone."""
-    if model.config.state_init != "normal":
-        return None
-    return model.sample_initial_state(batch_size, length, torch.Generator().manual_seed(1)).double()
 
 
 def assert_equal_to_rounding(actual, expected):
