@@ -126,14 +126,6 @@ def test_the_usual_where_torch_does_as_well(monkeypatch):
     assert attend_on_cpu(queries[:, :, :1].float(), keys.float(), values.float(), None, 1.0) is None
 
 
-@pytest.fixture
-def few_rows(monkeypatch):
-    """Whatever the processor and the size, few rows are multiplied with the weights on the left."""
-    monkeypatch.setattr(cpu, "maker", lambda: "Intel")
-    monkeypatch.setattr(cpu, "FEWEST_ROWS", 1)
-    monkeypatch.setattr(cpu, "MIN_SIZE", 0)
-
-
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("shape", [(1, 1), (1, 1, 1), (3, 1), (8,), (2, 4), (9, 1)])
 def test_few_rows_from_the_left(shape, bias, few_rows):

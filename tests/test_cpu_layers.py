@@ -19,6 +19,9 @@ from .helpers import random_ids, tiny_config, tiny_model
 from .test_cpu import OPERATORS, stand_in
 
 
+pytestmark = pytest.mark.usefixtures("few_rows")
+
+
 def generate(model, **how):
     settings = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None, **how}
     return model.generate(random_ids(2, 7), **settings)
@@ -53,14 +56,6 @@ def watched_calls(monkeypatch) -> list:
 
     monkeypatch.setattr(cpu.RepeatedProduct, "__call__", watched)
     return calls
-
-
-@pytest.fixture(autouse=True)
-def few_rows(monkeypatch):
-    """Whatever the processor and the size, few rows are multiplied with fp32 weights on the left."""
-    monkeypatch.setattr(cpu, "maker", lambda: "Intel")
-    monkeypatch.setattr(cpu, "FEWEST_ROWS", 1)
-    monkeypatch.setattr(cpu, "MIN_SIZE", 0)
 
 
 @pytest.fixture
