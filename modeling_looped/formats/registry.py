@@ -55,9 +55,7 @@ def is_published(config: dict) -> bool:
 def find_layout(config: dict, path, hub: dict) -> ForeignFolder | None:
     """Return the layout of a folder with this config.json; None if it is that of this package."""
     model_type = config.get("model_type")
-    if OURS in config or (model_type is None and "_class_name" not in config):
-        return None
-    if model_type == "looped":
+    if OURS in config or model_type == "looped" or (model_type is None and "_class_name" not in config):
         return None
     may_be = candidates(config)
     if not may_be:
