@@ -4,13 +4,17 @@ import json
 
 import pytest
 import torch
+from tokenizers import normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
-from tests.helpers import tiny_model
+from tests import test_serve
+from tests.helpers import tiny_config, tiny_model
 from tests.test_serve import TURNS, byte_level_tokenizer, check_refused, openai, serving, tiny_tokenizer
 
 
-grammars = pytest.importorskip("looped_eval.serve.grammars")
 pytest.importorskip("llguidance")
+grammars = pytest.importorskip("looped_eval.serve.grammars")
+handlers = pytest.importorskip("looped_eval.serve.handlers")
 
 WORDS = ["ab", "abc", "a b", "cab"]
 PERSON = {
@@ -26,7 +30,7 @@ def form(schema: dict) -> dict:
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
 
 
-def tokenizer_with_end():
+def tokenizer_with_end() -> PreTrainedTokenizerFast:
     tokenizer = byte_level_tokenizer()
     tokenizer.add_special_tokens({"eos_token": "<end>"})
     return tokenizer
@@ -82,10 +86,19 @@ def test_conversations_answer_in_the_form(served, more, stream):
 
 
 def test_every_answer_has_a_form_of_its_own(served):
+    schema = {**PERSON, "title": "read once"}
+    before = grammars.matcher_of.cache_info().misses
     answer = served[2].chat.completions.create(
-        model="tiny", messages=TURNS, max_tokens=100, response_format=form(PERSON), temperature=1.0, n=3, seed=1
+        model="tiny", messages=TURNS, max_tokens=100, response_format=form(schema), temperature=1.0, n=3, seed=1
     )
     assert all(json.loads(choice.message.content)["name"] in WORDS for choice in answer.choices)
+    assert grammars.matcher_of.cache_info().misses == before + 1
+
+
+def test_tools_could_not_be_called():
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    with pytest.raises(ValueError, match="tools beside response_format could not be called"):
+        handlers.check_body({"messages": TURNS, "response_format": form(PERSON), "tools": tools}, tiny_config())
 
 
 def test_any_object_will_do(served):
@@ -110,8 +123,13 @@ def test_any_object_will_do(served):
         ),
         (
             {"response_format": form(PERSON), "generation_config": '{"eos_token_id": -1}'},
-            "response_format needs a token that ends the answer, and eos_token_id is -1",
+            "goes with the model's own eos_token_id=260, not with -1: leave it out",
         ),
+        (
+            {"response_format": form({"enum": WORDS}), "generation_config": '{"min_new_tokens": 9}', "max_tokens": 9},
+            "generation_config forbids all tokens with which the answer keeps to response_format",
+        ),
+        ({"response_format": form({"$ref": "#"})}, "schema that cannot be kept: NoExtensionBias$"),
     ],
 )
 def test_forms_that_are_refused(served, body, message):
@@ -121,6 +139,72 @@ def test_forms_that_are_refused(served, body, message):
 def test_a_tokenizer_whose_bytes_are_unknown():
     with pytest.raises(ValueError, match="response_format does not go with this model's tokenizer: can't determine"):
         grammars.words_of(tiny_tokenizer(), 30, (2,))
+
+
+def spaced() -> PreTrainedTokenizerFast:
+    tokenizer = tokenizer_with_end()
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    return tokenizer
+
+
+def lowered() -> PreTrainedTokenizerFast:
+    tokenizer = tokenizer_with_end()
+    tokenizer.backend_tokenizer.normalizer = normalizers.Lowercase()
+    return tokenizer
+
+
+@pytest.mark.parametrize("make", [tokenizer_with_end, spaced, lowered])
+@pytest.mark.parametrize("word", ["Abc d", " a", "<end>", "\u212b"])
+def test_one_text_alone_has_the_form_whatever_the_tokenizer_makes_of_it(make, word):
+    tokenizer = make()
+    schema = {"type": "object", "properties": {word: {"const": word}}, "required": [word]}
+    schema["additionalProperties"], ends = False, (tokenizer.eos_token_id,)
+    words = grammars.words_of(tokenizer, len(tokenizer), ends)
+    for seed in range(5):
+        keeps = grammars.KeepsToSchema(grammars.matcher_of(json.dumps(schema), words).deep_copy(), 0)
+        ids, generator = [], torch.Generator().manual_seed(seed)
+        while ids[-1:] != [*ends]:
+            scores = torch.randn(1, len(tokenizer), generator=generator)
+            ids.append(int(keeps(torch.tensor([ids], dtype=torch.long), scores).argmax()))
+        assert json.loads(tokenizer.decode(ids, skip_special_tokens=True)) == {word: word}
+
+
+CHATML = {
+    "start_anchor": "<start>",
+    "fields": {"thinking": {"open": "<think>", "close": "</think>"}, "content": {"close": "<end>"}},
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_neither_ends_nor_a_template_change_the_answer(stream, monkeypatch):
+    """The prompt opens the thoughts of a model that has some, and a second token may end the answer."""
+    tokenizer = tokenizer_with_end()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<start>", "<think>", "</think>", "<stop>"]})
+    tokenizer.response_template, stop = CHATML, tokenizer.convert_tokens_to_ids("<stop>")
+    ends = {"eos_token_id": [tokenizer.eos_token_id, stop], "pad_token_id": stop}
+    model = tiny_model(vocab_size=len(tokenizer), num_loops=2, max_position_embeddings=120, **ends)
+    monkeypatch.setattr(test_serve, "TEMPLATE", test_serve.TEMPLATE + "<start><think>")
+    with serving(model, tokenizer) as (_, _, client, *_):
+
+        def answer(**asked) -> str:
+            asked |= {"model": "tiny", "messages": TURNS, "stream": stream, "logit_bias": {str(stop): 100}}
+            found = client.chat.completions.create(**asked)
+            if stream:
+                return "".join(chunk.choices[0].delta.content or "" for chunk in found)
+            return found.choices[0].message.content
+
+        for word in ("see </think><end>", "a"):
+            assert json.loads(answer(response_format=form({"const": word}), max_tokens=60)) == word
+
+
+@pytest.mark.parametrize("end", ["<end>", "<stop>"])
+def test_a_token_that_ends_the_answer_is_no_text(end):
+    tokenizer = tokenizer_with_end()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<stop>"]})
+    tokenizer.response_template, ends = CHATML, tokenizer.convert_tokens_to_ids(["<end>", "<stop>"])
+    asked = handlers.Asked({}, None, has_length=False, has_config=False, end_tokens=tuple(ends))
+    parts = asked.parts(tokenizer, [], handlers.ResponseParser(CHATML, prefix=""))
+    assert "".join(parts.whole(tokenizer("a b" + end).input_ids)) == "a b"
 
 
 def test_a_server_without_the_package(served, monkeypatch):

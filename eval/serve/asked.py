@@ -71,7 +71,10 @@ class Asked:
     def parts(self, tokenizer, prompt: list[int], parser=None) -> AnswerParts:
         """Return what reads the answer: in a conversation a text of its own, else one that goes on from its prompt."""
         before = () if self.prompt is None else prompt
-        return AnswerParts(TextOfTokens(tokenizer, before, skip_special_tokens=parser is None), self.stops, parser)
+        text = TextOfTokens(tokenizer, before, skip_special_tokens=parser is None)
+        template = json.dumps(getattr(tokenizer, "response_template", None), ensure_ascii=False).replace("\\", "")
+        text.skipped |= {end for end in self.end_tokens if parser is None or tokenizer.decode(end) not in template}
+        return AnswerParts(text, self.stops, parser)
 
     def finish(self, choice: dict):
         """Correct the finish_reason of a choice in OpenAI's format: its last allowed token may end the text."""

@@ -1,5 +1,6 @@
 """Answers of a given form: a processor of logits that allows only tokens with which the text can still become JSON."""
 
+import json
 from functools import lru_cache
 from typing import Any
 
@@ -17,6 +18,9 @@ except ImportError:
 KINDS = ("text", "json_object", "json_schema")
 # a model that repeats itself could write white space without end
 JSON_TEXT = {"whitespace_pattern": r"[ \n\r\t]{1,64}"}
+# where only one text can follow, its tokens are not set by the tokenizer, which may turn it into another text, with a
+# space before it or in lower case, or into a special token
+GRAMMAR = '%llguidance {{"no_forcing": true}}\nstart: %json {}'
 CHOOSES_ONE_TOKEN = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)  # and never takes one back
 
 
@@ -50,30 +54,61 @@ class KeepsToSchema(LogitsProcessor):
         self.read = input_ids.shape[1]
         allowed = self.matcher.compute_logit_bias()  # a byte for each token, 0 for those that do not go on
         if self.matcher.is_error():
-            raise ValueError(f"the answer left the form of response_format: {self.matcher.get_error()}")
+            raise ValueError(f"the answer left the form of response_format: {reason(self.matcher)}")
         allowed = torch.frombuffer(bytearray(allowed), dtype=torch.uint8).to(scores.device)
-        return scores.masked_fill(allowed == 0, -torch.inf)
+        scores = scores.masked_fill(allowed == 0, -torch.inf)
+        if scores.isneginf().all():
+            raise ValueError(
+                "generation_config forbids all tokens with which the answer keeps to response_format: leave out what "
+                "forbids tokens there, such as min_new_tokens or suppress_tokens"
+            )
+        return scores
 
 
-def keeps_to_schema(schema: dict, tokenizer, vocab_size: int, generation_config, length: int) -> KeepsToSchema:
+def keeps_to_schema(schema: dict, tokenizer, model, generation_config, length: int) -> KeepsToSchema:
     """Return the processor of one answer; raise if its form cannot be kept. generation_config: a prepared one."""
-    if LLMatcher is None:
-        raise ValueError("response_format is not served here: it needs the package llguidance")
     if (mode := generation_config.get_generation_mode()) not in CHOOSES_ONE_TOKEN:
         raise ValueError(f"response_format does not go with {mode.value.replace('_', ' ')}: leave one out")
     if (drafts := generation_config.depth_options.draft_loops) is not None:
         raise ValueError(f"response_format does not go with draft_loops={drafts!r}: leave one out")
-    ends = generation_config.eos_token_id
-    words = words_of(tokenizer, vocab_size, tuple(ends) if isinstance(ends, list) else (ends,))
-    matcher = LLMatcher(words, LLMatcher.grammar_from_json_schema(schema, JSON_TEXT), log_level=0)
-    if matcher.is_error():
-        raise ValueError(f"response_format has a schema that cannot be kept: {matcher.get_error()}")
-    return KeepsToSchema(matcher, length)
+    ends, own = generation_config.eos_token_id, model.generation_config.eos_token_id
+    if ends != own:
+        raise ValueError(
+            f"response_format goes with the model's own eos_token_id={own}, not with {ends}: leave it out"
+        )
+    return KeepsToSchema(beginning(schema, tokenizer, model).deep_copy(), length)
 
 
-@lru_cache(maxsize=8)
+def beginning(schema: dict, tokenizer, model):
+    """Return the matcher of an answer that is to begin; raise if there is none of this schema. It is kept, since large
+    schemas take seconds."""
+    if LLMatcher is None:
+        raise ValueError("response_format is not served here: it needs the package llguidance")
+    ends = model.generation_config.eos_token_id
+    ends = tuple(ends) if isinstance(ends, list) else (ends,)
+    return matcher_of(json.dumps(schema), words_of(tokenizer, model.config.vocab_size, ends))
+
+
+@lru_cache(maxsize=32)
+def matcher_of(schema: str, words):
+    plain = LLMatcher(words, LLMatcher.grammar_from_json_schema(schema), log_level=0)  # its errors are short
+    whole = {**json.loads(schema), "x-guidance": JSON_TEXT}
+    matcher = LLMatcher(words, LLMatcher.grammar_from_lark(GRAMMAR.format(json.dumps(whole))), log_level=0)
+    first = matcher.deep_copy()
+    first.compute_logit_bias()  # where some schemas fail
+    for each in (plain, matcher, first):
+        if each.is_error():
+            raise ValueError(f"response_format has a schema that cannot be kept: {reason(each)}")
+    return matcher
+
+
+def reason(matcher) -> str:
+    return matcher.get_error().split("\n<state>")[0]  # of its parser
+
+
+@lru_cache(maxsize=2)
 def words_of(tokenizer, vocab_size: int, ends: tuple[int | None, ...]):
-    """Return the vocabulary in bytes, as llguidance reads it; that of a large one takes a second."""
+    """Return the vocabulary in bytes, as llguidance reads it; that of a large one takes seconds."""
     if not all(end is not None and 0 <= end < vocab_size for end in ends):
         raise ValueError(f"response_format needs a token that ends the answer, and eos_token_id is {ends[0]}")
     try:

@@ -1,5 +1,6 @@
 """Handlers of transformers, extended by depth fields in requests and the loops of tokens in answers."""
 
+import asyncio
 import json
 from collections.abc import Callable
 from copy import copy
@@ -13,6 +14,7 @@ from transformers.cli.serving.utils import GenerationState, ReasoningText, ToolC
 from transformers.utils.chat_parsing import ResponseParser
 
 from .asked import Asked, current_request
+from .grammars import beginning, schema_of
 from .http import with_whole_errors
 from .likelihoods import Likelihood, of_chat, of_completion
 from .request_checks import (
@@ -35,13 +37,15 @@ class OneModel(ModelManager):
     def __init__(self, name: str, model, tokenizer):
         self.force_model, self.model, self.tokenizer = name, model, copy(tokenizer)
         self.tokenizer.parse_response = self.parse_response  # that of the class fails at a tool call that is cut off
+        self.of_forms = copy(tokenizer)  # JSON may hold the texts by which a template parts an answer
+        self.of_forms.response_template = None
 
     @staticmethod
     def process_model_name(model_id: str) -> str:
         return model_id  # no revision is appended
 
     def load_model_and_processor(self, *args, **kwargs):
-        return self.model, self.tokenizer
+        return self.model, self.tokenizer if current_request.get().schema is None else self.of_forms
 
     def parse_response(self, ids, template, **how) -> dict:
         """Return the fields of a whole answer in a conversation, with the tool calls that a stream would tell."""
@@ -75,6 +79,9 @@ class TakesDepth:
             check_body(body, self.model_manager.model.config)  # pyrefly: ignore[missing-attribute]
             bodies = one_by_one(body)
             check_several(body, len(bodies))
+            if (schema := schema_of(body.get("response_format"))) is not None:
+                one = self.model_manager  # pyrefly: ignore[missing-attribute]
+                await asyncio.to_thread(beginning, schema, one.of_forms, one.model)  # other requests go on meanwhile
         except ValueError as error:
             raise bad_request(error) from error
         if len(bodies) == 1:

@@ -84,7 +84,6 @@ def check_body(body: dict, model_config: PreTrainedConfig):
         if value is not None and type(value) not in types:
             raise ValueError(f"{name}={value!r} must be {form}")
     check_sampling(body)
-    schema_of(body.get("response_format"))
     if "prompt" in body and not (is_prompt(prompt := body["prompt"]) or is_list_of_prompts(prompt)):
         raise ValueError(
             f"prompt={prompt!r} must be a text, the numbers of its tokens, or a list of texts or of these"
@@ -93,6 +92,10 @@ def check_body(body: dict, model_config: PreTrainedConfig):
         raise ValueError(f"n={count} must be from 1 to {MOST_ANSWERS}")
     check_logprobs(body)
     seed, tools = body.get("seed"), body.get("tools")
+    if schema_of(body.get("response_format")) is not None and tools:
+        raise ValueError(
+            "tools beside response_format could not be called, since the answer is of that form: leave one out"
+        )
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**63):
         raise ValueError(f"seed={seed!r} is no integer of 64 bits")
     if (bias := body.get("logit_bias")) is not None and not is_bias(bias):

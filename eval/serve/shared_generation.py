@@ -216,7 +216,8 @@ class SharedGenerateManager(GenerateManager):
                     )
                 gen_config.max_new_tokens = prepared.max_length - length
             ends = prepared.eos_token_id
-            asked.end_tokens = tuple(ends if isinstance(ends, list) else [ends])
+            ends = ends if isinstance(ends, list) else [ends]
+            asked.end_tokens = tuple(end for end in ends if end not in (None, -1))
             asked.options = options = prepared.depth_options
             asked.full_depth = options.deepest(model.config)
             if asked.full_depth > self.max_loops:
@@ -230,7 +231,7 @@ class SharedGenerateManager(GenerateManager):
                     f"seed={asked.seed} goes with plain sampling and exits that stop, not with {name}: leave one out"
                 )
             if asked.schema is not None:
-                form = keeps_to_schema(asked.schema, tokenizer, model.config.vocab_size, prepared, length)
+                form = keeps_to_schema(asked.schema, tokenizer, model, prepared, length)
                 asked.processors = LogitsProcessorList([form])
             new_tokens = gen_config.max_new_tokens
             if new_tokens > room:
