@@ -1,5 +1,7 @@
 """Checks that refuse arguments of a forward pass, with the reason."""
 
+from itertools import chain
+
 import torch
 from transformers.utils import logging
 
@@ -102,14 +104,15 @@ def why_no_cache(config, plan: DepthPlan, reads_out_every_loop: bool) -> str | N
     return None
 
 
-def warn_of_untrained_input(trunk, plan: DepthPlan, embedded: torch.Tensor):
+def warn_of_untrained_input(trunk, plan: DepthPlan, num_rows: int):
     """Warn if no row's first loop has gradients where the input reaches the loops by their first state alone: what
     comes before the loops then gets no gradient."""
     if torch.compiler.is_compiling() or trunk.config.injection != "none" or trunk.config.loop_loss == "gate":
         return
     without_gradient = max((tick.rows for tick in plan.ticks if not tick.has_gradient), default=0)
     is_ours = is_as_written(trunk.injection, "forward", "before_layer") and is_as_written(trunk, "loop", "core_pass")
-    if without_gradient == len(embedded) and embedded.requires_grad and is_ours:
+    before = chain(trunk.embed_tokens.parameters(), trunk.prelude.parameters())
+    if without_gradient == num_rows and any(weight.requires_grad for weight in before) and is_ours:
         logger.warning_once(
             "With injection='none' the input reaches the loops by their first state alone, and in a training pass "
             "backprop_loops is below the depth of every row: the embedding, as input, and the prelude get no gradient "

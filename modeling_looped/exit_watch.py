@@ -121,12 +121,13 @@ def forward_with_exits(
     if rule.selection == "after":
         return chosen_after(model, rule, inputs, of_rows, keep if output_logits else None, options)
     inputs = {**inputs, "num_loops": deepest(depths)}
+    trunk = getattr(model.model, "_orig_mod", model.model)  # without torch.compile: what runs depends on the data
     if rule.per_sequence:
         mask = inputs["attention_mask"]  # tokenizers return one even without padding
         hides = mask is not None and not (torch.is_tensor(mask) and mask.ndim == 2 and bool(mask.all()))
         refuse_with_exits({"cache": inputs["cache"], "an attention_mask with padding": hides, **options})
         watch = SequenceExits(model, rule, of_rows, given.shape[1], given.device)
-        states = model.model(**{**inputs, "use_cache": False}, exit_watch=watch).last_hidden_state
+        states = trunk(**{**inputs, "use_cache": False}, exit_watch=watch).last_hidden_state
         logits = None
         if output_logits:
             logits = model.logits(states[:, keep]) if watch.final_logits is None else watch.final_logits[:, keep]
@@ -149,7 +150,7 @@ def forward_with_exits(
             return token_by_token(model, inputs, given.shape[1], keep, returns_cache, arguments)
 
     watch = TokenExits(model, rule, of_rows, given.shape[1], given.device)
-    outputs = model.model(**inputs, exit_watch=watch, **options)
+    outputs = trunk(**inputs, exit_watch=watch, **options)
     logits = model.logits(outputs.last_hidden_state[:, keep]) if output_logits else None
     return output_with_exits(outputs, logits, watch.token_loops, outputs.cache if returns_cache else None)
 

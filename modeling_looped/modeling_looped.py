@@ -244,7 +244,7 @@ class LoopedModel(LoopedPreTrainedModel):
         embedded = self.run_prelude(x, context)
         state = self.initial_state(embedded, initial_state)
         if self.training and torch.is_grad_enabled() and initial_state is None:
-            warn_of_untrained_input(self, plan, embedded)
+            warn_of_untrained_input(self, plan, len(embedded))
         if exit_watch is None:
             final, states = self.loop(embedded, state, plan, every_loop, context)
             if every_loop and not is_as_written(self, "loop"):

@@ -37,6 +37,7 @@ def has_global_hooks() -> bool:
 
 def is_as_written(module, *methods: str) -> bool:
     """Return whether these methods of a module are those of this package, replaced by no other function."""
+    module = getattr(module, "_orig_mod", module)  # what torch.compile has wrapped
     own = vars(module)
 
     def is_ours(name: str) -> bool:

@@ -184,8 +184,14 @@ def test_calls_that_a_template_writes_as_a_list(is_stream):
         ({"transform": {"function": {"name": "{name}"}}}, FIRST, "KeyError: transform placeholder '{name}' is not"),
         ({"transform": {"function": {"name": "{content.name}"}}}, FIRST, "KeyError: arguments"),
         ({}, '<call>{"secret": </call>', "ValueError: json parser could not parse region as JSON."),
+        ({"content": "int"}, "<call>secret</call>", "ValueError: invalid literal for int() with base 10: )"),
+        (
+            {"transform": {"function": {"name": "{content.name}"}}},
+            '<call>{"secret": 1}</call>',
+            "ValueError: transform placeholder '{content.name}' is missing key )",
+        ),
     ],
-    ids=["placeholder", "key", "answer"],
+    ids=["placeholder", "key", "answer", "number", "missing"],
 )
 def test_a_tool_call_that_is_left_out_is_warned_of(calls, text, reason, monkeypatch):
     """By what is wrong with the template, too, and without the text of the answer."""

@@ -315,6 +315,9 @@ def test_a_prelude_that_is_frozen_on_purpose_is_not_warned_of(monkeypatch):
     for part in (model.model.embed_tokens, model.model.prelude):
         part.requires_grad_(False)
     model(ids, labels=ids, num_loops=4, backprop_loops=2).loss.backward()
+    model.enable_input_require_grads()  # as PEFT does with gradient checkpointing
+    model(ids, labels=ids, num_loops=4, backprop_loops=2).loss.backward()
+    model.disable_input_require_grads()
     model.requires_grad_(True)
     model.model.injection = Own(model.config)
     model(ids, labels=ids, num_loops=4, backprop_loops=2).loss.backward()
@@ -322,6 +325,15 @@ def test_a_prelude_that_is_frozen_on_purpose_is_not_warned_of(monkeypatch):
     model.model.injection = Injection(model.config)
     model.eval()(ids, labels=ids, num_loops=4, backprop_loops=2)
     assert said == []
+
+
+def test_a_loss_of_states_gives_the_prelude_no_gradients_of_zero():
+    """They would cost a backward pass, and weight decay would act on what is not trained."""
+    model, ids = tiny_model(num_prelude_layers=1, latent_loss=0.1).train(), random_ids(2, 5)
+    model(ids, labels=ids, num_loops=4, backprop_loops=3).loss.backward()
+    assert all(weight.grad is None for weight in model.model.prelude.parameters())
+    model(ids, labels=ids, num_loops=[4, 3], backprop_loops=3).loss.backward()
+    assert all(weight.grad.any() for weight in model.model.prelude.parameters())
 
 
 def test_gradients_that_reach_no_keys_are_refused():

@@ -35,7 +35,7 @@ from modeling_looped.loading import OUR_CLASSES, LoopedCheckpointError
 from modeling_looped.modeling_looped import LoopedModel
 from modeling_looped.overrides import is_changed
 
-from .helpers import random_ids, shake, tiny_config, tiny_model
+from .helpers import quick_and_slow, random_ids, shake, tiny_config, tiny_model
 
 
 class Half(Injection):
@@ -522,6 +522,20 @@ def test_exits_within_a_pass_follow_what_replaces_it_or_refuse_it(part, selectio
             continue
         with pytest.raises(ValueError, match="a forward( or loop)? that is not the model's own"):
             model(ids, exit_rule=rule, use_cache=False)
+
+
+@pytest.mark.parametrize("selection", quick_and_slow(["stop", "after", "weighted"], "stop"))
+def test_exits_of_a_compiled_trunk(selection):
+    criterion = "gate" if selection == "weighted" else "max_prob"
+    model, ids = tiny_model(num_loops=3, exit_gate="raw", loop_loss="exit_weighted"), random_ids(2, 7)
+    threshold = {} if selection == "weighted" else {"exit_threshold": 0.15}  # tokens exit after 1, 2 and 3 loops
+    rule = ExitRule(criterion, *threshold.values(), selection=selection)
+    asked = {"exit_criterion": criterion, "exit_selection": selection, **threshold}
+    wanted = model(ids, exit_rule=rule, use_cache=False).logits
+    tokens = model.generate(ids, max_new_tokens=4, **asked)
+    model.model = torch.compile(model.model, backend="eager")
+    torch.testing.assert_close(model(ids, exit_rule=rule, use_cache=False).logits, wanted)
+    assert torch.equal(model.generate(ids, max_new_tokens=4, **asked), tokens)
 
 
 @pytest.mark.slow

@@ -139,7 +139,9 @@ def parts_of(event: dict) -> list[str | ToolCall]:
 
 
 def warn_of_lost_call(error: Exception):
-    reason = str(error.args[0] if error.args else "").partition("\n")[0]  # the lines behind it quote the answer
+    said = str(error.args[0] if error.args else "")
+    reason = re.match(r"(transform placeholder '\{[^']*\}')?[^'\"\n]*", said)[0]  # what follows may quote the answer
+    reason = re.split(r"\. Available| at position", reason)[0]
     logger.warning_once(
         "A tool call was left out of an answer: it is cut off or badly formed, or the response_template of the "
         f"tokenizer is wrong ({type(error).__name__}: {reason})."
