@@ -87,7 +87,7 @@ def fully_looped_logits(said: dict, w: dict, ids):
         q, k = rms(turned(project("c_q", query))), rms(turned(k))
         k, v = (part.repeat_interleave(heads // said["n_kv_head"], 2) for part in (k, v))
         pattern = said.get("window_pattern", "L")
-        is_short = i < LAYERS - 1 and pattern[i % len(pattern)] == "S"
+        is_short = i < LAYERS - 1 and pattern[i % len(pattern)] == "S" and said.get("attn_type") != "mla"
         scores = torch.einsum("bihd,bjhd->bhij", q, k) / (WIDTH // heads) ** 0.5
         mixed = torch.einsum("bhij,bjhd->bihd", causal(scores, LENGTH // 4 if is_short else None), v)
         return mixed.flatten(2) @ w[f"transformer.h.{i}.attn.c_proj.weight"].T
@@ -119,6 +119,7 @@ CASES = {
     "grouped": {"n_kv_head": 1},
     "latent": {"attn_type": "mla", "kv_lora_rank": 8, "model_type": "LT_i"},
     "windows": {"window_pattern": "SSL", "model_type": "LT"},
+    "latent_with_windows": {"attn_type": "mla", "kv_lora_rank": 8, "window_pattern": "SSL"},  # which it leaves out
     "one_loop": {"K": 1},
 }
 

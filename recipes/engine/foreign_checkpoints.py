@@ -87,6 +87,7 @@ def fully_looped(file: Path, meta: Path) -> Trained:
     if said["model_type"] not in SYSTEMS:
         raise ValueError(f"{meta} has model_type={said['model_type']!r}, known are {', '.join(SYSTEMS)}")
     width, length, windows = said["n_embd"], said["sequence_len"], said.get("window_pattern", "L").upper()
+    is_latent = said.get("attn_type") == "mla"  # which attends in full, whatever window_pattern says
     config = LoopedConfig.from_preset(
         SYSTEMS[said["model_type"]],
         vocab_size=said["vocab_size"],
@@ -98,8 +99,8 @@ def fully_looped(file: Path, meta: Path) -> Trained:
         num_loops=said["K"],
         max_position_embeddings=length,
         loop_loss=LOSSES[said.get("loss_type", "END")],
-        kv_latent_size=said["kv_lora_rank"] if said.get("attn_type") == "mla" else None,
-        window_pattern=windows_of_layers(windows, said["n_layer"]) if "S" in windows else None,
+        kv_latent_size=said["kv_lora_rank"] if is_latent else None,
+        window_pattern=windows_of_layers(windows, said["n_layer"]) if "S" in windows and not is_latent else None,
         bos_token_id=None,
         eos_token_id=None,
     )
