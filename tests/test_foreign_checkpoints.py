@@ -137,9 +137,17 @@ def test_fully_looped(name, tmp_path):
         read_training_checkpoint(tmp_path, num_loops=0)
 
 
-def test_losses_of_fully_looped(tmp_path):
-    for said, ours in (("END", "terminal"), ("STEP", "per_loop"), ("FEW", "last_third")):
-        fully_looped_checkpoint(tmp_path, loss_type=said)
+@pytest.mark.parametrize(
+    ("system", "losses"),
+    [  # of END, STEP and FEW; some systems always append the last state alone, or every state
+        *((system, ("terminal", "per_loop", "last_third")) for system in ("LT", "FLT", "FLT_res")),
+        *((system, ("terminal",) * 3) for system in ("LT_i", "LT_ia")),
+        ("FLT_rl", ("per_loop",) * 3),
+    ],
+)
+def test_losses_of_fully_looped(system, losses, tmp_path):
+    for said, ours in zip(("END", "STEP", "FEW"), losses):
+        fully_looped_checkpoint(tmp_path, model_type=system, loss_type=said)
         assert read_training_checkpoint(tmp_path).model.config.loop_loss == ours
 
 

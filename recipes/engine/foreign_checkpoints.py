@@ -69,6 +69,7 @@ SYSTEMS = {
     "FLT_rl": "flt",
 }
 LOSSES = {"END": "terminal", "STEP": "per_loop", "FEW": "last_third"}
+FIXED_LOSSES = {"LT_i": "terminal", "LT_ia": "terminal", "FLT_rl": "per_loop"}  # whatever the loss_type
 OF_LAYERS = {
     "attn.c_q": "self_attn.q_proj",
     "attn.c_k": "self_attn.k_proj",
@@ -98,7 +99,7 @@ def fully_looped(file: Path, meta: Path) -> Trained:
         num_core_layers=said["n_layer"],
         num_loops=said["K"],
         max_position_embeddings=length,
-        loop_loss=LOSSES[said.get("loss_type", "END")],
+        loop_loss=FIXED_LOSSES.get(said["model_type"]) or LOSSES[said.get("loss_type", "END")],
         kv_latent_size=said["kv_lora_rank"] if is_latent else None,
         window_pattern=windows_of_layers(windows, said["n_layer"]) if "S" in windows and not is_latent else None,
         bos_token_id=None,
