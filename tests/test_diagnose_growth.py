@@ -55,11 +55,7 @@ def test_residual_norm_is_that_of_the_models_themselves():
     torch.manual_seed(0)
     model = LoopedForCausalLM(LoopedConfig(**fields))
     ids = torch.randint(64, (1, 16), generator=torch.Generator().manual_seed(0))
-    half = 0.5**0.5  # two layers
-    blocks = [p for n, p in model.named_parameters() if ".core." in n]
-    others = [p for n, p in model.named_parameters() if ".core." not in n]
-    groups = [{"params": others}, {"params": blocks, "lr": 1e-4 * half, "eps": 1e-8 * half}]
-    optimizer = torch.optim.AdamW(groups, lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1)  # one rate
     states = []
     for _ in range(3):
         outputs = model(ids, labels=ids, output_loop_hidden_states=True)

@@ -110,14 +110,14 @@ def built(config: LoopedConfig, seed: int) -> LoopedForCausalLM:
         return LoopedForCausalLM(config)
 
 
-def optimizer_of(model, lr: float, correct_for_depth: bool = True):
+def optimizer_of(model, lr: float, correct_for_depth: bool):
     groups = model.parameter_groups(lr=lr, weight_decay=0.1, correct_for_depth=correct_for_depth)
     return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95))
 
 
 def train_steps(model, ids: torch.Tensor, steps: int, lr: float):
-    """Yield h_N on the same tokens before every step and after the last."""
-    optimizer = optimizer_of(model.train(), lr)
+    """Yield h_N on the same tokens before every step and after the last; all rules have one rate, as in the paper."""
+    optimizer = optimizer_of(model.train(), lr, correct_for_depth=False)
     for step in range(steps + 1):
         with torch.enable_grad(), last_state(model) as state:
             loss = model(ids, labels=ids, output_logits=False, use_cache=False).loss
