@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from inspect import getclosurevars, unwrap
 from types import MethodType
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,6 +20,7 @@ AUTOCAST = "torch.amp.autocast_mode"
 # modules whose functions run what they hold in `__wrapped__`, with the same result up to rounding: they move tensors,
 # set the precision, or compile
 WRAPPERS = "accelerate.hooks", "accelerate.utils.operations", AUTOCAST, "torch._dynamo.eval_frame"
+OFFLOADED = "compressed_tensors.offload.module"  # of llm-compressor, on every module; it, too, may run another
 FUSED_HEAD = "trl.trainer.utils"  # may return log-probabilities; its `__wrapped__` is the class's, whatever it runs
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
@@ -70,6 +72,9 @@ def unwrapped(method: Callable | None) -> Iterator[Callable]:
         home = home_of(method)
         if home == FUSED_HEAD:
             method = getclosurevars(method).nonlocals.get("original_forward")
+        elif home == OFFLOADED:
+            module: Any = getattr(method, "__self__", None)
+            method = MethodType(module._original_forward_func, module)
         else:
             method = getattr(method, "__wrapped__", None) if home in WRAPPERS else None
 

@@ -437,6 +437,27 @@ def test_a_changed_forward_is_refused_within_a_wrapper(wrap):
         model.generate(ids, max_new_tokens=3, draft_loops=1)
 
 
+def offloaded(model):
+    """Wrapped as compressed_tensors.offload.module wraps every module: what runs is in an attribute."""
+    source = "lambda self, *arguments, **named: self._original_forward_func(self, *arguments, **named)"
+    for module in model.modules():
+        module._original_forward_func = module.forward.__func__
+        forward = eval(source, {"__name__": "compressed_tensors.offload.module"})  # a function of that file
+        module.forward = functools.update_wrapper(forward, module._original_forward_func).__get__(module)
+
+
+def test_offloaded_modules_exit_and_loop_deeper_but_not_with_another_forward():
+    model, ids = tiny_model(loop_loss="per_loop", num_loops=2), random_ids(1, 3)
+    exits = {"max_new_tokens": 3, "exit_criterion": "kl", "exit_threshold": 0.0}
+    expected, deeper = model.generate(ids, **exits), model(ids, num_loops=4).logits
+    offloaded(model)
+    assert torch.equal(model.generate(ids, **exits), expected)
+    assert torch.equal(model(ids, num_loops=4).logits, deeper)
+    model._original_forward_func = changes_logits(model._original_forward_func)
+    with pytest.raises(ValueError, match="a forward, loop or attention that is not the model's own"):
+        model.generate(ids, **exits)
+
+
 @pytest.mark.parametrize("way", [{}, {"exit_criterion": "kl"}], ids=["plain", "exits"])
 @pytest.mark.parametrize(
     "arguments, message",
