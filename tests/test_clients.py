@@ -26,7 +26,7 @@ from transformers.masking_utils import eager_mask
 from transformers.models.llama.modeling_llama import eager_attention_forward
 from transformers.quantizers import AutoHfQuantizer
 
-from modeling_looped import LoopedConfig, LoopedForCausalLM, depths_of_step
+from modeling_looped import LoopedConfig, LoopedForCausalLM, depths_of_step, save_public
 from modeling_looped.checks import check_pass
 from modeling_looped.depth import plan_depths
 from modeling_looped.serving_engines import check_for_engine
@@ -277,6 +277,20 @@ def test_fp8_of_transformers(system, fp8_on_a_cpu, tmp_path):
     quantised.save_pretrained(tmp_path / "fp8")
     for found in (quantised, LoopedForCausalLM.from_pretrained(tmp_path / "fp8")):
         torch.testing.assert_close(found(ids).logits, model(ids).logits)
+
+
+def test_fp8_of_a_release_that_stores_several_matrices_as_one_tensor(fp8_on_a_cpu, tmp_path):
+    model = shake(
+        LoopedForCausalLM(tiny_config(hidden_size=128, intermediate_size=128, **SYSTEMS["huginn"])), std=0.02
+    )
+    model.save_pretrained(tmp_path / "plain")
+    save_public(model, tmp_path / "huginn", "huginn")
+    plain, public = (
+        LoopedForCausalLM.from_pretrained(tmp_path / name, quantization_config=FineGrainedFP8Config())
+        for name in ("plain", "huginn")
+    )
+    assert sum(isinstance(module, fp8_on_a_cpu) for module in public.modules()) == num_linear(model) - 1  # the head
+    torch.testing.assert_close(public.state_dict(), plain.state_dict(), rtol=0, atol=0)
 
 
 def test_gguf_is_refused(tmp_path):

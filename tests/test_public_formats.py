@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from types import SimpleNamespace
 from typing import get_args
 
@@ -10,7 +11,14 @@ import torch
 import torch.nn.functional as F
 import transformers
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, pipeline
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    BitsAndBytesConfig,
+    QuantoConfig,
+    pipeline,
+)
 
 from looped_eval.harness.looped_lm import LoopedLM
 from modeling_looped import (
@@ -22,6 +30,7 @@ from modeling_looped import (
     save_public,
 )
 from modeling_looped.exit_criteria import ExitRule
+from modeling_looped.formats.reading import open_public
 from modeling_looped.formats.registry import LAYOUTS
 from modeling_looped.formats.writing import public_config
 from modeling_looped.generation import SeededStates
@@ -478,6 +487,21 @@ def test_rows_that_cannot_be_split(tmp_path):
     tensors["transformer.coda.0.attn.Wqkv.weight"] = tensors["transformer.coda.0.attn.Wqkv.weight"][1:].contiguous()
     with pytest.raises(ValueError, match="q_proj.weight \\(71, 24\\) instead of \\(24, 24\\)"):
         LoopedForCausalLM.from_pretrained(write(tmp_path, config, tensors))
+
+
+@pytest.mark.parametrize("settings", [QuantoConfig("int8"), {"quant_method": "torchao", "quant_type": "int8"}])
+def test_quantisers_that_keep_the_first_of_fused_matrices(settings, tmp_path):
+    """Before the quantiser is asked for; layouts without such matrices leave it to transformers."""
+    for name, fused in (("huginn", "Wqkv"), ("retrofitted", "Wqkv"), ("parcae gated", "fc"), ("ouro", None)):
+        place = write(tmp_path / name, *made(name))
+        if fused is None:
+            assert open_public(place, {"quantization_config": settings}) is not None
+        else:
+            said = rf"\(.*{fused}\.weight\), of which quant_method='(quanto|torchao)' keeps the first alone"
+            with pytest.raises(ValueError, match=rf"{said}: run `looped convert {re.escape(str(place))} OUT`"):
+                LoopedForCausalLM.from_pretrained(place, quantization_config=settings, strict=False)
+    for whole in ({"load_in_8bit": True}, BitsAndBytesConfig(load_in_4bit=True)):
+        assert open_public(tmp_path / "huginn", {"quantization_config": whole}) is not None
 
 
 def test_two_heads_where_one_is_promised(tmp_path):

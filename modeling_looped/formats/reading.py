@@ -6,11 +6,14 @@ from transformers.utils import logging
 from ..loading import LoopedCheckpointError, refuse_tensors_that_do_not_fit
 from .conversion import leave_loading_class, loading_class
 from .folder import check_indices, hub_arguments, model_place, read_json_config
+from .layout import Layout
 from .registry import ForeignFolder, find_layout
 
 
 logger = logging.get_logger(__name__)
 HEADS = ("lm_head.", "exit_gate.")  # parts of a causal LM that the trunk and models with other heads lack
+# methods that quantise every matrix of a stored tensor; others of transformers take the first and lose the rest
+OF_EVERY_PART = "bitsandbytes", "fp8"
 
 
 class PublicFolder:
@@ -88,6 +91,21 @@ class PublicFolder:
             )
 
 
+def refuse_quantiser_of_first_parts(layout: Layout, path, settings):
+    """settings: the quantization_config of from_pretrained."""
+    fused = [rule.stored for rule in layout.all_rules if len(rule.ours) > 1 and rule.stored.endswith(".weight")]
+    if settings is None or not fused:
+        return
+    given = settings if isinstance(settings, dict) else vars(settings)
+    method = given.get("quant_method", "bitsandbytes")  # whose settings need not say it
+    if method not in OF_EVERY_PART:
+        raise ValueError(
+            f"{path} stores several matrices as one tensor ({fused[0]}), of which quant_method="
+            f"{getattr(method, 'value', method)!r} keeps the first alone: run `looped convert {path} OUT`, and "
+            f"quantize what it writes. {' and '.join(OF_EVERY_PART)} take the folder as it is"
+        )
+
+
 def open_public(path, kwargs: dict) -> PublicFolder | None:
     """Return the folder if it is in a foreign layout, else None. kwargs: those of from_pretrained."""
     if kwargs.get("gguf_file") is not None:
@@ -98,6 +116,7 @@ def open_public(path, kwargs: dict) -> PublicFolder | None:
     found = None if config is None else find_layout(config, place, hub_of_place)
     if found is None:
         return None
+    refuse_quantiser_of_first_parts(found.layout, path, kwargs.get("quantization_config"))
     check_indices(place, hub_of_place, kwargs.get("variant"))
     return PublicFolder(found, path, hub)
 
