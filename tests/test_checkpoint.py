@@ -550,6 +550,9 @@ def test_exits_outlive_an_export_that_is_killed_between_its_renames(tmp_path, mo
 
 
 PER_LOOP = {"optimizer": ADAMW, "model": {"loop_loss": "per_loop"}}
+# sums in another order change a gradient by 1e-7; where it is nearly zero, AdamW divides it by its own size, and with
+# the usual eps makes that 1e-5 in a weight
+ROUNDED = {**PER_LOOP, "optimizer": {**ADAMW, "eps": 1e-3}}
 
 
 @pytest.fixture(scope="module")
@@ -557,7 +560,7 @@ def two_processes(tmp_path_factory):
     """The same run under DDP and FSDP2, and where they saved."""
     folder = tmp_path_factory.mktemp("two-processes")
     names = {fsdp: str(folder / ("fsdp2" if fsdp else "ddp")) for fsdp in (False, True)}
-    how = {"steps": [0, 3], **PER_LOOP}
+    how = {"steps": [0, 3], **ROUNDED}
     tasks = [
         {"fsdp": fsdp, "save": names[fsdp], "in_background": fsdp, "export": names[fsdp] + "-export", **how}
         for fsdp in (False, True)
@@ -567,7 +570,7 @@ def two_processes(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def one_process():
-    return {"first": train([0, 3], **PER_LOOP), "all": train([0, 5], **PER_LOOP)}
+    return {"first": train([0, 3], **ROUNDED), "all": train([0, 5], **ROUNDED)}
 
 
 def assert_close(found: list[float], expected: list[float], relative: float):
@@ -581,7 +584,7 @@ def test_two_processes_give_the_losses_of_one(two_processes, one_process, fsdp):
     _, runs = two_processes
     assert_close(runs[fsdp]["losses"], one_process["first"]["losses"], 1e-6)
     for name, weight in one_process["first"]["weights"].items():
-        assert torch.allclose(runs[fsdp]["weights"][name], weight, atol=1e-5), name
+        assert torch.allclose(runs[fsdp]["weights"][name], weight, rtol=0, atol=1e-6), name
 
 
 @pytest.mark.slow
@@ -592,7 +595,7 @@ def test_one_process_goes_on_from_two(two_processes, one_process, fsdp):
     model, optimizers = model_and_optimizers(ADAMW, loop_loss="per_loop")
     load_checkpoint(path, model, optimizers)
     assert_same({name: p.detach() for name, p in model.named_parameters()}, runs[fsdp]["weights"])
-    resumed = train([3, 5], load=str(path), **PER_LOOP)
+    resumed = train([3, 5], load=str(path), **ROUNDED)
     assert_close(resumed["losses"], one_process["all"]["losses"][3:], 1e-6)
 
 
