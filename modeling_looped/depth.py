@@ -58,8 +58,8 @@ class DepthPlan(NamedTuple):
         """Return the sorted h_0 in the order of the batch; in rows whose first loop has no gradient it is detached, as
         H_1 is."""
         constant = max((tick.rows for tick in self.ticks if not tick.has_gradient), default=0)
-        parts = [state[:constant].detach(), state[constant:]]  # an empty part that has a graph would give gradients of 0
-        return self.unsort(torch.cat([part for part in parts if len(part)]))
+        parts = state[:constant].detach(), state[constant:]
+        return self.unsort(torch.cat([part for part in parts if len(part)]))  # an empty one would have gradients of 0
 
     def spread(self, states: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Turn states of the ticks, [rows of the tick, ...] in sorted order, into states of the loops, [batch, ...].
