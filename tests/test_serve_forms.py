@@ -71,6 +71,16 @@ def test_the_answer_is_the_best_of_those_that_have_the_form(served, depth):
         assert answer.choices[0].finish_reason == "stop"
 
 
+def test_the_server_reads_its_vocabulary_when_it_starts(served):
+    model, tokenizer, *_ = served
+    before = grammars.words_of.cache_info().misses
+    with serving(model, tokenizer) as (_, _, client, *_):
+        assert grammars.words_of.cache_info().misses == before + 1
+        asked = {"response_format": form({"enum": WORDS})}
+        assert client.completions.create(model="tiny", prompt="a", max_tokens=9, extra_body=asked).choices
+    assert grammars.words_of.cache_info().misses == before + 1
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("more", [{}, {"temperature": 1.0, "seed": 5}, {"extra_body": EXITS}])
 def test_conversations_answer_in_the_form(served, more, stream):

@@ -4,6 +4,7 @@ import json
 import os
 import socket
 import time
+from contextlib import suppress
 
 from transformers.utils.import_utils import is_serve_available
 
@@ -21,6 +22,7 @@ from looped_eval.common.model_folder import open_config, open_model, open_tokeni
 from looped_recipes.common.errors import CommandError
 from modeling_looped.shared_passes import SharedPasses
 
+from .grammars import vocabulary
 from .handlers import Chat, Completions, OneModel, SharedState
 from .http import Admits, EndsCancelled, LimitedSize, answer, error_response
 from .options import parse
@@ -50,6 +52,8 @@ def build_app(
     app.add_middleware(Admits, host=host, api_key=api_key)
     manager = SharedGenerateManager(passes, 4 * model.config.num_loops if max_loops is None else max_loops)
     one, state = OneModel(name, model, tokenizer), SharedState(manager)
+    with suppress(ValueError):  # told to those who ask for a form
+        vocabulary(one.of_forms, model)
     chat, completions = Chat(one, state), Completions(one, state)
 
     @app.exception_handler(StarletteHTTPException)  # the base class of FastAPI's

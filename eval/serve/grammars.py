@@ -82,11 +82,16 @@ def keeps_to_schema(schema: dict, tokenizer, model, generation_config, length: i
 def beginning(schema: dict, tokenizer, model):
     """Return the matcher of an answer that is to begin; raise if there is none of this schema. It is kept, since large
     schemas take seconds."""
+    return matcher_of(json.dumps(schema), vocabulary(tokenizer, model))
+
+
+def vocabulary(tokenizer, model):
+    """Return the tokens as llguidance reads them. For many it takes seconds in which no request is answered, so the
+    server asks for it once when it starts."""
     if LLMatcher is None:
         raise ValueError("response_format is not served here: it needs the package llguidance")
     ends = model.generation_config.eos_token_id
-    ends = tuple(ends) if isinstance(ends, list) else (ends,)
-    return matcher_of(json.dumps(schema), words_of(tokenizer, model.config.vocab_size, ends))
+    return words_of(tokenizer, model.config.vocab_size, tuple(ends) if isinstance(ends, list) else (ends,))
 
 
 @lru_cache(maxsize=32)
@@ -108,7 +113,6 @@ def reason(matcher) -> str:
 
 @lru_cache(maxsize=2)
 def words_of(tokenizer, vocab_size: int, ends: tuple[int | None, ...]):
-    """Return the vocabulary in bytes, as llguidance reads it; that of a large one takes seconds."""
     if not all(end is not None and 0 <= end < vocab_size for end in ends):
         raise ValueError(f"response_format needs a token that ends the answer, and eos_token_id is {ends[0]}")
     try:
