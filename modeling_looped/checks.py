@@ -109,10 +109,11 @@ def warn_of_untrained_input(trunk, plan: DepthPlan, num_rows: int):
     comes before the loops then gets no gradient."""
     if torch.compiler.is_compiling() or trunk.config.injection != "none" or trunk.config.loop_loss == "gate":
         return
-    without_gradient = max((tick.rows for tick in plan.ticks if not tick.has_gradient), default=0)
+    if num_rows > max((tick.rows for tick in plan.ticks if not tick.has_gradient), default=0):
+        return
     is_ours = is_as_written(trunk.injection, "forward", "before_layer") and is_as_written(trunk, "loop", "core_pass")
     before = chain(trunk.embed_tokens.parameters(), trunk.prelude.parameters())
-    if without_gradient == num_rows and any(weight.requires_grad for weight in before) and is_ours:
+    if is_ours and any(weight.requires_grad for weight in before):
         logger.warning_once(
             "With injection='none' the input reaches the loops by their first state alone, and in a training pass "
             "backprop_loops is below the depth of every row: the embedding, as input, and the prelude get no gradient "

@@ -15,7 +15,7 @@ from .context import PassContext
 from .depth import deepest, depth_per_row
 from .exit_criteria import CRITERIA, ExitRule
 from .outputs import LoopedCausalLMOutputWithPast, kept_positions, unrecorded
-from .overrides import is_as_written, is_split
+from .overrides import is_as_written, is_split, uncompiled
 from .tensors import on_device
 
 
@@ -121,7 +121,7 @@ def forward_with_exits(
     if rule.selection == "after":
         return chosen_after(model, rule, inputs, of_rows, keep if output_logits else None, options)
     inputs = {**inputs, "num_loops": deepest(depths)}
-    trunk = getattr(model.model, "_orig_mod", model.model)  # without torch.compile: what runs depends on the data
+    trunk = uncompiled(model.model)  # since what runs depends on the data
     if rule.per_sequence:
         mask = inputs["attention_mask"]  # tokenizers return one even without padding
         hides = mask is not None and not (torch.is_tensor(mask) and mask.ndim == 2 and bool(mask.all()))

@@ -37,9 +37,14 @@ def has_global_hooks() -> bool:
         return True
 
 
+def uncompiled(module):
+    """Return what torch.compile has wrapped, or the module itself."""
+    return getattr(module, "_orig_mod", module)
+
+
 def is_as_written(module, *methods: str) -> bool:
     """Return whether these methods of a module are those of this package, replaced by no other function."""
-    module = getattr(module, "_orig_mod", module)  # what torch.compile has wrapped
+    module = uncompiled(module)
     own = vars(module)
 
     def is_ours(name: str) -> bool:

@@ -30,6 +30,13 @@ def form(schema: dict) -> dict:
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
 
 
+def content(client, stream: bool, **asked) -> str:
+    found = client.chat.completions.create(model="tiny", messages=TURNS, stream=stream, **asked)
+    if stream:
+        return "".join(chunk.choices[0].delta.content or "" for chunk in found)
+    return found.choices[0].message.content
+
+
 def tokenizer_with_end() -> PreTrainedTokenizerFast:
     tokenizer = byte_level_tokenizer()
     tokenizer.add_special_tokens({"eos_token": "<end>"})
@@ -84,14 +91,7 @@ def test_the_server_reads_its_vocabulary_when_it_starts(served):
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("more", [{}, {"temperature": 1.0, "seed": 5}, {"extra_body": EXITS}])
 def test_conversations_answer_in_the_form(served, more, stream):
-    answer = served[2].chat.completions.create(
-        model="tiny", messages=TURNS, max_tokens=100, response_format=form(PERSON), stream=stream, **more
-    )
-    if stream:
-        text = "".join(chunk.choices[0].delta.content or "" for chunk in answer)
-    else:
-        text = answer.choices[0].message.content
-    person = json.loads(text)
+    person = json.loads(content(served[2], max_tokens=100, response_format=form(PERSON), stream=stream, **more))
     assert list(person) == ["name", "age"] and person["name"] in WORDS and 10 <= person["age"] <= 99
 
 
@@ -194,17 +194,10 @@ def test_neither_ends_nor_a_template_change_the_answer(stream, monkeypatch):
     ends = {"eos_token_id": [tokenizer.eos_token_id, stop], "pad_token_id": stop}
     model = tiny_model(vocab_size=len(tokenizer), num_loops=2, max_position_embeddings=120, **ends)
     monkeypatch.setattr(test_serve, "TEMPLATE", test_serve.TEMPLATE + "<start><think>")
+    asked = {"max_tokens": 60, "stream": stream, "logit_bias": {str(stop): 100}}
     with serving(model, tokenizer) as (_, _, client, *_):
-
-        def answer(**asked) -> str:
-            asked |= {"model": "tiny", "messages": TURNS, "stream": stream, "logit_bias": {str(stop): 100}}
-            found = client.chat.completions.create(**asked)
-            if stream:
-                return "".join(chunk.choices[0].delta.content or "" for chunk in found)
-            return found.choices[0].message.content
-
         for word in ("see </think><end>", "a"):
-            assert json.loads(answer(response_format=form({"const": word}), max_tokens=60)) == word
+            assert json.loads(content(client, response_format=form({"const": word}), **asked)) == word
 
 
 @pytest.mark.parametrize("end", ["<end>", "<stop>"])

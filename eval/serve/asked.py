@@ -71,9 +71,11 @@ class Asked:
     def parts(self, tokenizer, prompt: list[int], parser=None) -> AnswerParts:
         """Return what reads the answer: in a conversation a text of its own, else one that goes on from its prompt."""
         before = () if self.prompt is None else prompt
-        text = TextOfTokens(tokenizer, before, skip_special_tokens=parser is None)
-        template = json.dumps(getattr(tokenizer, "response_template", None), ensure_ascii=False).replace("\\", "")
-        text.skipped |= {end for end in self.end_tokens if parser is None or tokenizer.decode(end) not in template}
+        text, ends = TextOfTokens(tokenizer, before, skip_special_tokens=parser is None), self.end_tokens
+        if parser is not None:  # it needs those that its template names
+            template = json.dumps(getattr(tokenizer, "response_template", None), ensure_ascii=False).replace("\\", "")
+            ends = [end for end in ends if tokenizer.decode(end) not in template]
+        text.skipped.update(ends)
         return AnswerParts(text, self.stops, parser)
 
     def finish(self, choice: dict):
