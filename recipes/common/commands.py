@@ -8,6 +8,7 @@ COMMANDS = {
     "plan": ("looped_recipes.plan", "what a recipe or a sweep would cost"),
     "sweep": ("looped_recipes.sweep", "many training runs from one file"),
     "export": ("looped_recipes.export", "make a model of a checkpoint"),
+    "average": ("looped_recipes.average", "the mean of several saved models"),
     "convert": ("looped_recipes.convert", "a published checkpoint to our layout, or a model to that of a release"),
     "chat": ("looped_eval.chat", "talk to a model, or let it complete text"),
     "serve": ("looped_eval.serve", "answer many clients at a time, each at its own depth"),
