@@ -24,6 +24,7 @@ from looped_eval.common.curves import draw, table
 from looped_eval.common.findings import best_depths
 from looped_eval.core.command import core_scores
 from looped_recipes.common.token_losses import token_losses
+from looped_recipes.data.tokenizers import train_bpe
 from modeling_looped import LoopedForCausalLM
 from tests.helpers import save_other_tokenizer, shake, tiny_config, tiny_model, tiny_tokenizer
 
@@ -135,6 +136,22 @@ def test_perplexities_of_different_tokens_are_not_compared(folders, text, tmp_pa
     assert note in said and note in (tmp_path / "out/budget.md").read_text()
     with pytest.raises(ValueError, match="^a=.*/other have different tokenizers, so they are no seeds of one model"):
         budget.main([f"a={folders[0]},{other}", *arguments])
+
+
+def test_a_tokenizer_that_does_not_know_the_text_is_not_the_best(folders, tmp_path, capsys):
+    """Its one unknown token for each word costs few bits, and all bytes of the word would be divided by them."""
+    texts, other = ["日本語 " * 20, "한국어 " * 20 + "a b"], tmp_path / "other"
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    shutil.copytree(folders[1], other)
+    train_bpe(texts, 259).save_pretrained(other)
+    LoopedForCausalLM(tiny_config(vocab_size=259)).save_pretrained(other)
+    arguments = ["--loops", "2", "--text", str(tmp_path / "text.jsonl"), "--device", "cpu"]
+    budget.main([f"known={other}", f"unknown={folders[0]}", *arguments, "--output", str(tmp_path / "out")])
+    said = capsys.readouterr().out
+    known, unknown = json.loads((tmp_path / "out/budget.json").read_text())["values"].values()
+    assert unknown[0]["bits per byte"]["2"] < known[0]["bits per byte"]["2"]
+    assert "unknown: its tokens give back 2% of the text, so its bits per byte are not compared" in said
+    assert "bits per byte is 8." in said and "lowest" not in said and "less that of known" not in said
 
 
 @pytest.mark.parametrize("limit,kept", [("2", 2), ("2.5", 2), ("0.5", 2), ("9", 3)])

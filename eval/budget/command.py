@@ -2,6 +2,9 @@
 
 import math
 import statistics
+from collections.abc import Collection
+from dataclasses import replace
+from itertools import islice
 
 import torch
 from lm_eval.tasks import TaskManager
@@ -22,7 +25,7 @@ from looped_recipes.common.files import check_writable, write_whole
 from looped_recipes.common.intervals import students_reach
 from looped_recipes.common.provenance import note_what_is_replaced, write_json
 from looped_recipes.common.words import counted
-from looped_recipes.data.tokenizers import tokenizer_hash
+from looped_recipes.data.tokenizers import share_kept, tokenizer_hash
 
 from .fully_looped import lambada_perplexity, six_curves
 from .options import parse
@@ -33,6 +36,8 @@ from .streams import parse_stream, score_windows, texts_of, windows
 RESAMPLES = 1000  # for standard errors of lm-eval's metrics without a formula
 SPREAD, OF_LM_EVAL = "standard deviation over folders", "lm-eval's standard error"  # behind ± of a model
 RESOLUTION = 0.0005  # half of the last digit of bits per byte in papers
+SAMPLE = 1000  # texts of a stream that tell what its tokens hold
+KEEPS_ALL = 0.99  # part of a text; where a tokenizer keeps less, bits per byte are of less text
 
 
 def parse_models(arguments: list[str]) -> dict[str, list[str]]:
@@ -83,7 +88,7 @@ def score_texts(lm: LoopedLM, texts: list[str]) -> RowScores:
     tokens, num_bytes = (torch.tensor(sizes, dtype=torch.float64) for sizes in (
         [len(document) for document in documents], [len(text.encode()) for text in texts]
     ))  # fmt: skip
-    return RowScores(nats, nats, tokens, num_bytes)
+    return RowScores(nats, nats, tokens, num_bytes, share_kept(lm.tokenizer, texts))
 
 
 def score_rows(lm: LoopedLM, args, texts: list[str] | None) -> dict[str, RowScores]:
@@ -91,7 +96,8 @@ def score_rows(lm: LoopedLM, args, texts: list[str] | None) -> dict[str, RowScor
     rows = {"": score_texts(lm, texts)} if texts else {}
     for name, path in map(parse_stream, args.stream):
         cut = windows(lm.tokenizer, texts_of(path), lm.max_length, args.stream_tokens, args.stream_group)
-        rows[f"{name} "] = score_windows(lm, cut)
+        kept = share_kept(lm.tokenizer, islice(texts_of(path), SAMPLE))
+        rows[f"{name} "] = replace(score_windows(lm, cut), kept=kept)
     return rows
 
 
@@ -103,8 +109,17 @@ def row_curves(name: str, scores: RowScores, depths: list[int]) -> Curves:
     }
 
 
-def precision_curves(found: dict[str, list[dict[str, RowScores]]], depths: list[int]) -> Curves:
+def lossy_models(rows: dict[str, list[dict[str, RowScores]]]) -> dict[str, float]:
+    """Return models whose tokenizers drop text or do not know it, with the part that they keep."""
+    kept = {name: min(scores.kept for scores in seeds[0].values()) for name, seeds in rows.items() if seeds[0]}
+    return {name: share for name, share in kept.items() if share < KEEPS_ALL}
+
+
+def precision_curves(
+    found: dict[str, list[dict[str, RowScores]]], depths: list[int], alone: Collection[str] = ()
+) -> Curves:
     """Return standard errors of bits per byte over rows, and differences to the first model if rows are the same.
+    alone: models that are not compared.
 
     The error of a difference is that over rows and, if both models have several folders, that over folders too.
     """
@@ -121,7 +136,8 @@ def precision_curves(found: dict[str, list[dict[str, RowScores]]], depths: list[
             points = {depth: (error, None) for depth, error in zip(depths, errors)}
             curves.setdefault(f"{name}bits per byte, standard error", {})[model] = points
             other = means[first][name]
-            if model != first and torch.equal(scores.bytes, other.bytes):  # else another tokenizer cut other windows
+            same_rows = torch.equal(scores.bytes, other.bytes)  # else another tokenizer cut other windows
+            if model != first and same_rows and not {model, first} & {*alone}:
                 difference, over_rows = scores.less(other)
                 variance = over_rows.square()
                 if counts_folders(len(found[model]), len(found[first])):
@@ -130,6 +146,16 @@ def precision_curves(found: dict[str, list[dict[str, RowScores]]], depths: list[
                 points = dict(zip(depths, zip(difference.tolist(), errors)))
                 curves.setdefault(f"{name}bits per byte, less that of {first}", {})[model] = points
     return curves
+
+
+def without(models: Collection[str], curves: Curves) -> Curves:
+    """Leave these models out of bits per byte."""
+    shown: Curves = {}
+    for measure, of_models in curves.items():
+        omitted = models if measure.endswith("bits per byte") else ()
+        if kept := {name: points for name, points in of_models.items() if name not in omitted}:
+            shown[measure] = kept
+    return shown
 
 
 def counts_folders(ours: int, theirs: int) -> bool:
@@ -291,11 +317,16 @@ def main(arguments: list[str] | None = None):
             better |= of_tasks
             few |= of_few
     curves = over_seeds(found)
-    precision, sizes = precision_curves(rows, depths), sizes_of(next(iter(rows.values()))[0])
+    lossy = {} if one_tokenizer else lossy_models(rows)
+    precision, sizes = precision_curves(rows, depths, lossy), sizes_of(next(iter(rows.values()))[0])
     tables = [table(curves), *([table(precision)] if precision else [])]
     per_token = [name for name in curves if name.endswith("perplexity") and name not in better and not one_tokenizer]
     note = f"{', '.join(per_token)}: per token, and the models have different tokenizers, so not compared"
     notes = [*what_spreads_are(curves, precision, models), *sizes, *([note] if per_token else [])]
+    notes += [
+        f"{name}: its tokens give back {share:.0%} of the text, so its bits per byte are not compared"
+        for name, share in lossy.items()
+    ]
     shown = "\n".join([*tables, *notes])
     print(shown)
     write_whole(args.output / "budget.md", shown + "\n")
@@ -307,4 +338,4 @@ def main(arguments: list[str] | None = None):
     print(f"written: {args.output / 'budget.md'}, budget.json and budget.svg")
     first = next(iter(models.values()))[0]
     means = {name: of for name, of in over_seeds(found, of_means=True).items() if name not in per_token}
-    say_result(best_depths(means, better, found, few), typed("looped halting", first))
+    say_result(best_depths(without(lossy, means), better, found, few), typed("looped halting", first))

@@ -8,6 +8,7 @@ that is brought along keeps the bos and pad that it has, or none: chat templates
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -287,8 +288,8 @@ def num_ids(tokenizer: PreTrainedTokenizerBase) -> int:
 def token_bytes(tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
     """Return the number of UTF-8 bytes of each token, int64 [largest id + 1]; special tokens have 0.
 
-    Text that a word tokenizer drops or does not know is in no token: bits per byte compare only tokenizers that keep
-    every byte. A space that a tokenizer adds before a text is in the text's first token (`bytes_before_a_text`).
+    Text that a word tokenizer drops or does not know is in no token (`share_kept`). A space that a tokenizer adds
+    before a text is in the text's first token (`bytes_before_a_text`).
     """
     parts = json.loads(tokenizer.backend_tokenizer.to_str())
     kinds = json.dumps([parts["pre_tokenizer"], parts["decoder"]], ensure_ascii=False)
@@ -308,6 +309,17 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
             text = token.replace("▁", " ") if "▁" in kinds else token
             lengths[index] = len(text.removeprefix("##").encode() if '"WordPiece"' in kinds else text.encode())
     return lengths
+
+
+def share_kept(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> float:
+    """Return which part of the characters of some texts a tokenizer gives back, white space aside: less than 1 if it
+    drops text or does not know it."""
+    kept = total = 0
+    for text in texts:
+        ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        given, asked = (Counter("".join(t.split())) for t in (tokenizer.decode(ids, skip_special_tokens=True), text))
+        kept, total = kept + (given & asked).total(), total + asked.total()
+    return kept / total if total else 1.0
 
 
 def bytes_before_a_text(tokenizer: PreTrainedTokenizerBase, lengths: torch.Tensor) -> int:
