@@ -12,7 +12,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, LlamaTokenizer, PreTrainedTokenizerFast
 
 from looped_recipes.data.tokenizers import (
     SPECIAL_TOKENS,
@@ -272,6 +272,19 @@ def test_a_tokenizer_without_bos_begins_documents_with_its_eos(tmp_path):
     tokenizer = load_tokenizer(str(tmp_path))
     assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token) == (None, "<end>", None)  # as it came
     assert list(Encoder(tokenizer)(["b a", "a"])) == [[0, 2, 1], [0, 1]]  # one token both ends and begins
+
+
+@pytest.mark.parametrize("bos", [True, False])
+def test_prompts_do_not_end_with_the_eos_of_a_tokenizer_that_is_brought_along(bos, tmp_path):
+    """They go on; what saves and opens the tokenizer keeps that."""
+    vocab = {token: id for id, token in enumerate(["<unk>", "<s>", "</s>", "▁", "a"])}
+    brought = LlamaTokenizer(vocab=vocab, merges=[], add_bos_token=bos, add_eos_token=True)
+    brought.save_pretrained(tmp_path / "brought")
+    assert brought("a").tokens() == ["<s>"] * bos + ["▁", "a", "</s>"]
+    tokenizer = make_tokenizer(DataConfig(tokenizer=str(tmp_path / "brought")), ())
+    tokenizer.save_pretrained(tmp_path / "saved")
+    for each in (tokenizer, AutoTokenizer.from_pretrained(tmp_path / "saved")):
+        assert each("a").tokens() == ["<s>"] * bos + ["▁", "a"]
 
 
 def test_settings_of_the_tokenizer_decide_what_shards_are_shared(tmp_path):

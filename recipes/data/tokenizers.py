@@ -121,6 +121,7 @@ def mark_documents(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> PreT
     in training, when it is used to score or to generate.
     """
     if data.start_token is None and data.document_tokens == "both":
+        _end_no_prompt(tokenizer)
         return tokenizer
     if data.start_token is not None:
         if data.start_token not in tokenizer.get_vocab():
@@ -335,6 +336,14 @@ def _finished(tokenizer: Tokenizer, **special) -> PreTrainedTokenizerFast:
     )
     _begin_prompts(tokenizer)
     return tokenizer
+
+
+def _end_no_prompt(tokenizer: PreTrainedTokenizerBase):
+    """Take the eos from the end of prompts if a tokenizer that is brought along writes it there: they are to go on."""
+    text, prompt = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (False, True))
+    if text[-1:] != prompt[-1:] == [tokenizer.eos_token_id]:
+        tokenizer.add_eos_token = False  # by which some classes write it again when they are opened
+        _begin_prompts(tokenizer, with_bos=prompt[0] == tokenizer.bos_token_id)
 
 
 def _begin_prompts(tokenizer: PreTrainedTokenizerBase, with_bos: bool = True):
