@@ -37,7 +37,7 @@ from .overrides import autocast_around
 from .row_engine import RowEngine, obstacle_to_row_engine
 from .row_view import kernels_of_single_queries
 from .samplers import generator_of
-from .shared_passes import generate_together, read_prompts, room_beside, shared_passes_of
+from .shared_passes import generate_together, read_prompts, room_beside, shared_passes_of, with_check
 from .speculation import speculate
 from .tensors import on_device
 
@@ -333,7 +333,8 @@ class LoopedGenerationMixin(Generative):
         if mode is not None:
             generation_config.depth_options.refuse_for(mode)
         with room_beside(self, len(input_ids), generation_config.max_length):
-            result = decode(input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs)
+            criteria = with_check(stopping_criteria)
+            result = decode(input_ids, logits_processor, criteria, generation_config, **model_kwargs)
         depths = self._depths(input_ids, model_kwargs)
         return with_token_loops(result, depths, input_ids.shape[1], generation_config)
 

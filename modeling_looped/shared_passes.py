@@ -24,6 +24,7 @@ from numbers import Integral
 from typing import Any
 
 import torch
+from transformers.generation import StoppingCriteria, StoppingCriteriaList
 from transformers.utils import logging
 
 from .continuous import ContinuousDecoder, tick
@@ -86,8 +87,9 @@ class SharedPasses:
             self._context.run(self._products.__exit__, None, None, None)
 
     def generate(self, *args, check: Callable[[], None] | None = None, **kwargs):
-        """Run `model.generate`. check: called while the call waits for room, before the prompt and between
-        its loops; it must return at once, and an exception ends this call."""
+        """Run `model.generate`. check: called while the call waits for room, before the prompt and between its loops,
+        and after every token that transformers itself decodes, as with beams; it must return at once, and an exception
+        ends this call."""
         outer = _current.set(self)
         try:
             # calls inside and outside of inference mode could not write the same tensors
@@ -243,6 +245,19 @@ def check_call():
     """Call the `check` of this thread's call, which may raise, e.g. if no client waits for the output any more."""
     if (check := _check.get()) is not None:
         check()
+
+
+class CallsCheck(StoppingCriteria):
+    """Ends no sequence, but lets the `check` of this thread's call end the call."""
+
+    def __call__(self, input_ids, scores, **kwargs):
+        check_call()
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+
+def with_check(criteria: StoppingCriteriaList) -> StoppingCriteriaList:
+    """Return the criteria of a decoding loop of transformers, which takes no `check`, with one that calls it."""
+    return criteria if _check.get() is None else StoppingCriteriaList([*criteria, CallsCheck()])
 
 
 def shared_passes_of(model) -> SharedPasses | None:

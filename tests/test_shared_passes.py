@@ -654,6 +654,23 @@ def test_a_client_that_leaves_while_it_waits_for_room(monkeypatch):
         assert_same([results[1].result(timeout=30)], [alone])
 
 
+@pytest.mark.parametrize("way", [{"num_beams": 2}, {"prompt_lookup_num_tokens": 2}], ids=str)
+def test_a_client_that_leaves_ends_what_transformers_decodes(way):
+    """After the token at which it is asked for the third time."""
+    model, ids, calls = build("plain"), random_ids(1, 3), []
+
+    def check():
+        calls.append(None)
+        if len(calls) == 3:
+            raise ConnectionError("the client is gone")
+
+    asked = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 40, "min_new_tokens": 40, **GREEDY, **way}
+    with SharedPasses(model) as passes:
+        with pytest.raises(ConnectionError, match="the client is gone"):
+            passes.generate(ids, check=check, **asked)
+        assert passes._rows == passes._tokens == 0
+
+
 def test_a_length_that_is_no_number_is_refused():
     model, ids = build("plain"), random_ids(1, 3)
     asked = {"attention_mask": torch.ones_like(ids), "max_new_tokens": float("nan")}
