@@ -1,6 +1,7 @@
 """The server, asked by OpenAI's own client over the loopback address: answers are those of `generate`."""
 
 import asyncio
+import gzip
 import json
 import socket
 import threading
@@ -122,6 +123,8 @@ def test_the_chat_of_transformers_begins(served, capsys):
     interface = chat.RichInterface("tiny", "me", f"http://127.0.0.1:{served[4]}/v1")
     interface.print_model_load("tiny")
     assert "tiny was already loaded" in capsys.readouterr().out
+    with pytest.raises(Exception, match="404 Not Found"):
+        interface.print_model_load("huge")
 
 
 def test_conversations(served):
@@ -172,7 +175,7 @@ BAD_TO_READ = [  # refused before it matters whether an answer is streamed
     ({"stop": ["a", "z" * 257]}, "stop has a text of 257 characters: pass texts of up to 256"),
     ({"generation_config": json.dumps({"stop_strings": ["zz"] * 33})}, "stop has 33 texts: pass up to 32"),
     ({"generation_config": '{"stop_strings": [""]}'}, r"stop=\[''\] must be .* none of them empty"),
-    ({"logit_bias": {"a": 5}}, "logit_bias=.* must have numbers of tokens as names"),
+    ({"logit_bias": {"a": 5}}, "logit_bias=.* must have numbers of tokens, from 0 to 29, as names"),
     ({"logit_bias": {"3": "much"}}, "logit_bias=.* and numbers as values"),
     ({"logit_bias": {"3": 1e39}}, "logit_bias=.* from -100 to 100"),
     ({"generation_config": "[1]"}, "must hold an object"),
@@ -249,9 +252,11 @@ def check_refused(served, body: dict, message: str, **options):
     assert complete(client, "a", 2, {}).usage.completion_tokens == 2 and not passes.decoders
 
 
-def test_lists_within_lists(served):
-    with pytest.raises(openai.BadRequestError, match="generation_config holds lists within lists, too many to read"):
-        complete(served[2], "a b", 3, {"generation_config": '{"bad_words_ids": ' + "[" * 3000 + "]" * 3000 + "}"})
+@pytest.mark.parametrize("depth", [900, 3000])  # the first is read, and fails later
+def test_lists_within_lists(served, depth):
+    config = {"generation_config": '{"sequence_bias": ' + "[" * depth + "]" * depth + "}"}
+    with pytest.raises(openai.BadRequestError, match="holds lists .*within .*, too many to read"):
+        complete(served[2], "a b", 3, config)
 
 
 def test_a_stream_is_asked_for_by_true(served):
@@ -395,6 +400,9 @@ def test_another_model_is_not_served(served):
     models = served[2].models.list().data
     assert [model.id for model in models] == ["tiny"] and models[0].num_loops == 4
     assert json.load(urlopen(f"http://127.0.0.1:{served[4]}/health")) == {"status": "ok"}
+    for path in ("/health", "/v1/models"):
+        answer = urlopen(Request(f"http://127.0.0.1:{served[4]}{path}", method="HEAD"))
+        assert answer.status == 200 and answer.read() == b""
 
 
 @contextmanager
@@ -635,8 +643,8 @@ def test_the_model_by_its_name(served):
     assert client.models.retrieve("tiny").num_loops == model.config.num_loops
     with pytest.raises(openai.NotFoundError, match="no model 'huge' here, only 'tiny'"):
         client.models.retrieve("huge")
-    with pytest.raises(openai.NotFoundError) as error:
-        client.get("/nowhere", cast_to=object)
+    with pytest.raises(openai.NotFoundError, match="nothing at /v1/responses, but at /v1/chat/completions, ") as error:
+        client.responses.create(model="tiny", input="a")
     assert error.value.body["code"] == 404
 
 
@@ -649,6 +657,8 @@ def test_a_bias_of_tokens(served):
     answer = client.chat.completions.create(model="tiny", messages=turns, max_tokens=3, logit_bias=bias)
     assert answer.choices[0].message.content.split() == ["e"] * 3
     assert complete(client, "a b", 2, {}, logit_bias={}).usage.completion_tokens == 2
+    with pytest.raises(openai.BadRequestError, match="must have numbers of tokens, from 0 to 29, as names"):
+        complete(client, "a b", 2, {}, logit_bias={"9" * 5000: 1})
 
 
 def test_what_asks_for_nothing(served):
@@ -784,17 +794,27 @@ def test_requests_of_any_other_form(served):
     assert code == 400 and told["message"].startswith("temperature=nan must have no NaN and nothing infinite")
     code, told = post(b'{"prompt": "a"}', "application/x-www-form-urlencoded")  # as curl sends it by itself
     assert code == 400 and told["message"].endswith("urlencoded: send the header Content-Type: application/json")
+    code, told = post(gzip.compress(b'{"prompt": "a"}'))
+    assert code == 400 and told["message"] == "the body is not UTF-8: send JSON in UTF-8, and not compressed"
+    code, told = post(b'{"prompt": ' + b"[" * 3000 + b"]" * 3000 + b"}")
+    assert code == 400 and told["message"].startswith("the request holds lists or objects within each other")
     code, told = post(json.dumps({"prompt": "a " * 2**21}).encode())
     assert code == 413 and "this server takes up to 65536" in told["message"] and not passes.decoders
-    with closing(HTTPConnection("127.0.0.1", port)) as connection:  # a length is nowhere said
-        connection.request("POST", "/v1/completions", iter([b'{"prompt":', b'"a"}']), encode_chunked=True)
+
+
+@pytest.mark.parametrize("count, status", [(1, 200), (9, 413)])
+def test_a_body_in_chunks_is_counted_as_it_comes(served, count, status):
+    chunks = [b'{"prompt": "a", "max_tokens": 2', *[b" " * 2**13] * count, b"}"]
+    with closing(HTTPConnection("127.0.0.1", served[4])) as connection:
+        headers = {"Content-Type": "application/json"}
+        connection.request("POST", "/v1/completions", iter(chunks), headers, encode_chunked=True)
         response = connection.getresponse()
-        assert response.status == 411 and "send a Content-Length" in json.load(response)["error"]["message"]
+        assert response.status == status and (b"takes up to 65536" in response.read()) == (status == 413)
 
 
 def test_a_body_without_an_end(served, monkeypatch):
     """The chunks of a body may be longer than its Content-Length says, and a client may never stop to send them."""
-    monkeypatch.setattr("looped_eval.serve.http.MOST_DISCARDED", 2**18)
+    monkeypatch.setattr("looped_eval.serve.http.MOST_DISCARDED", 2**18 - 2**16)
     with closing(HTTPConnection("127.0.0.1", served[4], timeout=30)) as connection:
         connection.putrequest("POST", "/v1/completions")
         for name, value in {"Content-Type": "application/json", "Content-Length": "5"}.items():
@@ -804,7 +824,7 @@ def test_a_body_without_an_end(served, monkeypatch):
         for _ in range(16):
             connection.send(b"4000\r\n" + b" " * 2**14 + b"\r\n")
         response = connection.getresponse()
-        assert response.status == 411 and "no Transfer-Encoding" in json.load(response)["error"]["message"]
+        assert response.status == 400 and "Transfer-Encoding: send one" in json.load(response)["error"]["message"]
         assert response.headers["Connection"] == "close"
 
 

@@ -139,11 +139,16 @@ def test_any_object_will_do(served):
             {"response_format": form({"enum": WORDS}), "generation_config": '{"min_new_tokens": 9}', "max_tokens": 9},
             "generation_config forbids all tokens with which the answer keeps to response_format",
         ),
-        ({"response_format": form({"$ref": "#"})}, "schema that cannot be kept: NoExtensionBias$"),
+        ({"response_format": form({"$ref": "#"})}, "schema that cannot be kept: it refers to itself alone$"),
     ],
 )
 def test_forms_that_are_refused(served, body, message):
     check_refused(served, body, message)
+
+
+def test_a_schema_that_is_too_large_is_not_the_fault_of_the_answer(served):
+    choices = [{"type": "object", "properties": {f"a{i}": {"type": "integer"}}} for i in range(400)]
+    check_refused(served, {"response_format": form({"anyOf": choices})}, "a schema too large to keep: .*max is 2000")
 
 
 def test_a_tokenizer_whose_bytes_are_unknown():

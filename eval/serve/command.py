@@ -26,11 +26,16 @@ from .grammars import vocabulary
 from .handlers import Chat, Completions, OneModel, SharedState
 from .http import Admits, EndsCancelled, LimitedSize, answer, error_response
 from .options import parse
-from .shared_generation import SharedGenerateManager
+from .shared_generation import TOO_DEEP, SharedGenerateManager
 
 
 BYTES_PER_TOKEN = 32  # limit of a request's body; larger ones are refused before they are read
 LEAST_BYTES = 2**16
+ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/health")
+UNREAD = {  # what FastAPI calls an error parsing the body, by its cause
+    UnicodeDecodeError: "the body is not UTF-8: send JSON in UTF-8, and not compressed",
+    RecursionError: TOO_DEEP,
+}
 
 
 def build_app(
@@ -57,8 +62,11 @@ def build_app(
     chat, completions = Chat(one, state), Completions(one, state)
 
     @app.exception_handler(StarletteHTTPException)  # the base class of FastAPI's
-    async def as_clients_read_it(_: Request, error: StarletteHTTPException):
-        return error_response(400 if error.status_code == 422 else error.status_code, error.detail)
+    async def as_clients_read_it(request: Request, error: StarletteHTTPException):
+        if error.status_code == 404 and error.detail == "Not Found":  # starlette's, of a path without an endpoint
+            return error_response(404, f"there is nothing at {request.url.path}, but at {', '.join(ENDPOINTS)}")
+        message = UNREAD.get(type(error.__cause__), error.detail)
+        return error_response(400 if error.status_code == 422 else error.status_code, message)
 
     @app.exception_handler(RequestValidationError)
     async def not_json(request: Request, error: RequestValidationError):
@@ -89,12 +97,13 @@ def build_app(
         "num_loops": model.config.num_loops,
     }
 
+    @app.head("/v1/models", include_in_schema=False)
     @app.get("/v1/models")
     def models():
         return {"object": "list", "data": [described]}
 
     @app.get("/v1/models/{asked:path}")
-    def one_model(asked: str):
+    def one_model(asked: str):  # refuses every other name
         if asked != name:
             raise HTTPException(404, f"there is no model {asked!r} here, only {name!r}")
         return described
@@ -104,9 +113,11 @@ def build_app(
         """What `transformers chat` asks before its first message."""
         if body.get("model") is None:
             raise HTTPException(422, "the body has no `model`: name one")
+        one_model(body["model"])
         event = json.dumps({"status": "ready", "cached": True})
         return StreamingResponse(iter([f"data: {event}\n\n"]), media_type="text/event-stream")
 
+    @app.head("/health", include_in_schema=False)
     @app.get("/health")
     def health():
         return {"status": "ok"}

@@ -54,7 +54,7 @@ class KeepsToSchema(LogitsProcessor):
         self.read = input_ids.shape[1]
         allowed = self.matcher.compute_logit_bias()  # a byte for each token, 0 for those that do not go on
         if self.matcher.is_error():
-            raise ValueError(f"the answer left the form of response_format: {reason(self.matcher)}")
+            raise ValueError(f"response_format has a schema too large to keep: {reason(self.matcher)}")
         allowed = torch.frombuffer(bytearray(allowed), dtype=torch.uint8).to(scores.device)
         scores = scores.masked_fill(allowed == 0, -torch.inf)
         if scores.isneginf().all():
@@ -108,7 +108,8 @@ def matcher_of(schema: str, words):
 
 
 def reason(matcher) -> str:
-    return matcher.get_error().split("\n<state>")[0]  # of its parser
+    said = matcher.get_error().split("\n<state>")[0]  # of its parser
+    return "it refers to itself alone" if said == "NoExtensionBias" else said
 
 
 @lru_cache(maxsize=2)

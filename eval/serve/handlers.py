@@ -82,7 +82,7 @@ class TakesDepth:
             if (schema := schema_of(body.get("response_format"))) is not None:
                 one = self.model_manager  # pyrefly: ignore[missing-attribute]
                 await asyncio.to_thread(beginning, schema, one.of_forms, one.model)  # other requests go on meanwhile
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise bad_request(error) from error
         if len(bodies) == 1:
             return await self.handle_one(bodies[0], request_id)

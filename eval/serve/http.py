@@ -15,7 +15,7 @@ from starlette.datastructures import Headers
 
 REQUEST_ID = "x-request-id"
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1", "[::1]")
-MOST_DISCARDED = 2**26  # bytes that are read of a refused body
+MOST_DISCARDED = 2**26  # bytes that are read of a refused body beyond what the server takes
 STOPPING = "the server is stopping and has cut this answer off: ask again"
 
 
@@ -46,30 +46,39 @@ async def with_whole_errors(parts: AsyncGenerator[str, None]) -> AsyncIterator[s
 
 
 class LimitedSize:
-    """Refuses a body that is too large before it is stored and tokenized, which would make other requests wait.
+    """Refuses a body that is too large before it is tokenized, which would make other requests wait.
 
-    The body is read and discarded, up to a limit: a client that is still sending would see a closed connection, not
-    the answer. A body with a Transfer-Encoding may be longer than its Content-Length says.
+    Its bytes are counted as they come, since a body in chunks does not say its length. The rest of a refused body is
+    read and discarded, up to a limit: a client that is still sending would see a closed connection, not the answer.
     """
 
     def __init__(self, app, most_bytes: int):
         self.app, self.most_bytes = app, most_bytes
 
     async def __call__(self, scope, receive, send):
-        headers = dict(scope.get("headers", ()))
-        length = headers.get(b"content-length", b"").decode()
-        is_unsaid = b"transfer-encoding" in headers or not length.isdecimal()
-        if scope.get("method") == "POST" and (is_unsaid or int(length) > self.most_bytes):
-            refusal = error_response(413, f"a request of {length} bytes: this server takes up to {self.most_bytes}")
-            if is_unsaid:
-                wanted = "send a Content-Length, and no Transfer-Encoding"
-                refusal = error_response(411, f"how long the request is must be said: {wanted}")
+        if scope.get("method") != "POST":
+            return await self.app(scope, receive, send)
+        messages, size, goes_on = [], 0, True
+        while goes_on and size < self.most_bytes + MOST_DISCARDED:
+            message = await receive()
+            size, goes_on = size + len(message.get("body", b"")), message.get("more_body")
+            if size <= self.most_bytes:
+                messages.append(message)
+        if (refusal := self.refusal(Headers(scope=scope), size)) is not None:
             refusal.headers["Connection"] = "close"  # the rest of the body is not read
-            left = MOST_DISCARDED
-            while left > 0 and (message := await receive()).get("more_body"):
-                left -= len(message["body"])
             return await refusal(scope, receive, send)
-        return await self.app(scope, receive, send)
+
+        async def receive_again():
+            return messages.pop(0) if messages else await receive()
+
+        return await self.app(scope, receive_again, send)
+
+    def refusal(self, headers: Headers, size: int) -> Response | None:
+        if "content-length" in headers and "transfer-encoding" in headers:  # a proxy may have read the other one
+            return error_response(400, "the request has a Content-Length and a Transfer-Encoding: send one of them")
+        if size > self.most_bytes:
+            return error_response(413, f"the request is too long: this server takes up to {self.most_bytes} bytes")
+        return None
 
 
 class Admits:

@@ -67,6 +67,7 @@ WITHIN_POSITIONS, MOST_COUNT = ("max_cache_len", "encoder_no_repeat_ngram_size")
 MOST_ANSWERS = 128  # per request
 MOST_LIKELIEST = 20  # tokens beside each log-probability
 MOST_STOPS, LONGEST_STOP = 32, 256  # stop texts, and characters of one: all are searched after every token
+MOST_DIGITS = 20  # of the number of a token; Python reads no number of thousands of digits
 LEAST_TEMPERATURE = 1e-6  # logits divided by less would overflow
 # arguments of apply_chat_template, which the server sets; the template reads all others in chat_template_kwargs
 OF_TEMPLATES = {*signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - {"documents", "kwargs"}
@@ -99,7 +100,8 @@ def check_body(body: dict, model_config: PreTrainedConfig):
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**63):
         raise ValueError(f"seed={seed!r} is no integer of 64 bits")
     if (bias := body.get("logit_bias")) is not None and not is_bias(bias):
-        form = "numbers of tokens as names, and numbers as values, from -100 to 100"
+        most = model_config.vocab_size - 1
+        form = f"numbers of tokens, from 0 to {most}, as names, and numbers as values, from -100 to 100"
         raise ValueError(f"logit_bias={bias!r} must have {form}")
     if tools and body.get("tool_choice") == "none":
         raise ValueError("tool_choice='none' is not served beside tools, which the model would see: leave tools out")
@@ -348,7 +350,7 @@ def is_text(value: Any) -> bool:
 def is_bias(value: Any) -> bool:
     return (
         isinstance(value, dict)
-        and all(str(token).isdecimal() for token in value)
+        and all(token.isdecimal() and len(token) <= MOST_DIGITS for token in value)
         and all(type(each) in (int, float) and -100 <= each <= 100 for each in value.values())
     )
 

@@ -24,6 +24,7 @@ from .stop_texts import StopsInAnswer
 
 MOST_THREADS = 64  # requests that are generated at a time; others wait
 POSITIONS = 64  # of a prompt whose logits are in memory at a time
+TOO_DEEP = "the request holds lists or objects within each other, too many to read: pass fewer"
 NEW_TOKENS = 1024  # default length of an answer, as in the server of transformers
 
 
@@ -266,4 +267,4 @@ def put_tokens(inputs, tokens: list[int], model):
 
 
 def bad_request(error: Exception) -> HTTPException:
-    return HTTPException(status_code=400, detail=str(error))
+    return HTTPException(status_code=400, detail=TOO_DEEP if isinstance(error, RecursionError) else str(error))
