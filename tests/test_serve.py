@@ -34,6 +34,7 @@ serve = pytest.importorskip("looped_eval.serve.command")
 
 TEMPLATE = "{% for turn in messages %}{{ turn['role'][0] }} {{ turn['content'] }} {% endfor %}"
 TURNS = [{"role": "user", "content": "b c"}]
+ALL_TOKENS = [*range(30)]
 DEPTHS = [
     {},
     {"num_loops": 2},
@@ -199,6 +200,8 @@ BAD_TO_READ = [  # refused before it matters whether an answer is streamed
     ({"generation_config": '{"temperature": 1e-300, "do_sample": true}'}, "temperature=1e-300 is next to 0"),
     ({"generation_config": '{"top_p": 7, "do_sample": true}'}, "top_p=7 is no probability"),
     ({"generation_config": '{"num_beams": 2, "length_penalty": 1e308}'}, "what fails here: .*out of range"),
+    ({"generation_config": '{"is_assistant": true}'}, "generation_config has is_assistant, which is not served"),
+    ({"generation_config": '{"token_healing": true}'}, "generation_config has token_healing, which is not served"),
     ({"generation_config": '{"zzqq": 1}'}, "generation_config has zzqq, which nothing reads"),
     ({"generation_config": '{"max_new_tokens": 2}'}, "max_tokens and generation_config both say how long"),
     ({"top_k": 5}, "top_k: put it in generation_config, a text that holds JSON"),
@@ -250,6 +253,22 @@ def check_refused(served, body: dict, message: str, **options):
         complete(client, body.pop("prompt"), body.pop("max_tokens"), body, **options)
     assert error.value.status_code == 400 and error.value.body["type"] == "invalid_request_error"
     assert complete(client, "a", 2, {}).usage.completion_tokens == 2 and not passes.decoders
+
+
+@pytest.mark.parametrize(
+    "config, best",
+    [
+        ({"suppress_tokens": ALL_TOKENS}, "-inf"),
+        ({"suppress_tokens": ALL_TOKENS, "do_sample": True}, "-inf"),
+        ({"suppress_tokens": ALL_TOKENS, "do_sample": True, "num_beams": 2}, "-inf"),
+        ({"sequence_bias": [[[5], 1e308]], "do_sample": True}, "inf"),
+        ({"repetition_penalty": 1e-300, "do_sample": True}, "inf|nan"),
+    ],
+    ids=str,
+)
+def test_a_config_that_leaves_no_token(served, config, best):
+    message = f"generation_config leaves no token to choose, since the best score is ({best}):"
+    check_refused(served, {"generation_config": json.dumps(config)}, message)
 
 
 @pytest.mark.parametrize("depth", [900, 3000])  # the first is read, and fails later
@@ -829,6 +848,13 @@ def test_a_body_without_an_end(served, monkeypatch):
 
 
 def test_a_request_that_fails_says_why(served, monkeypatch):
+    def is_missing(*args, **kwargs):
+        raise AssertionError("Torch not compiled with CUDA enabled")  # e.g. by an offloaded cache
+
+    monkeypatch.setattr(served[3], "generate", is_missing)
+    with pytest.raises(openai.BadRequestError, match="generation_config asks for what fails here: Torch not compiled"):
+        complete(served[2], "a b", 3, {"generation_config": "{}"})
+
     def fails(*args, **kwargs):
         raise RuntimeError("no room left")
 

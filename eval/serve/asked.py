@@ -33,7 +33,7 @@ class Asked:
     echoes: bool = False  # the prompt is returned before the answer
     is_prompt_alone: bool = False  # only the prompt is returned
     schema: dict | None = None  # JSON schema of the answer
-    processors: LogitsProcessorList = field(default_factory=LogitsProcessorList)  # that keep the answer to it
+    processors: LogitsProcessorList = field(default_factory=LogitsProcessorList)  # of the scores of tokens
     likeliest: int | None = None  # number of likeliest tokens to return at each position; None: no log-probabilities
     is_checked: bool = False  # later errors are not caused by the request
     full_depth: int = 0

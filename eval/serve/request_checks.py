@@ -63,6 +63,7 @@ COUNTS = {
     "prompt_lookup_num_tokens": 1,
     "max_matching_ngram_size": 1,
 }
+NOT_SERVED = ("is_assistant", "token_healing")  # fields of a generation config
 WITHIN_POSITIONS, MOST_COUNT = ("max_cache_len", "encoder_no_repeat_ngram_size"), 2**31 - 1
 MOST_ANSWERS = 128  # per request
 MOST_LIKELIEST = 20  # tokens beside each log-probability
@@ -194,6 +195,8 @@ def check_config(text: str, body: dict, model_config: PreTrainedConfig):
     if unread := sorted(config.keys() - GENERATION_FIELDS - DEPTH_FIELDS.keys()):
         refuse_foreign(unread, GENERATION_FIELDS | DEPTH_FIELDS.keys(), "generation_config")
         raise ValueError(f"generation_config has {', '.join(unread)}, which nothing reads: leave it out")
+    if unserved := [name for name in NOT_SERVED if config.get(name)]:
+        raise ValueError(f"generation_config has {', '.join(unserved)}, which is not served: leave it out")
     check_finite(config)
     check_sampling(config)
     check_counts(config, model_config.max_position_embeddings)

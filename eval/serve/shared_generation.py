@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from fastapi import HTTPException
 from transformers.cli.serving.utils import GenerateManager
-from transformers.generation import BaseStreamer, LogitsProcessorList
+from transformers.generation import BaseStreamer, LogitsProcessor
 
 from modeling_looped.overrides import is_as_written
 from modeling_looped.shared_passes import SharedPasses, checked_by
@@ -60,6 +60,20 @@ def check_client(streamer):
     cancelled = getattr(streamer, "_cancelled", None)  # a field of transformers
     if cancelled is not None and cancelled.is_set():
         streamer.put(None)
+
+
+class LeavesTokens(LogitsProcessor):
+    """Refuses a generation config that leaves no token to choose. It comes behind what forbids and biases tokens."""
+
+    reads_rows_apart = True
+
+    def __call__(self, input_ids, scores):
+        if not (best := scores.max()).isfinite():
+            raise ValueError(
+                f"generation_config leaves no token to choose, since the best score is {best.item()}: leave out what "
+                "forbids tokens or changes their scores, such as suppress_tokens or guidance_scale"
+            )
+        return scores
 
 
 class WholeStream(BaseStreamer):
@@ -187,7 +201,7 @@ class SharedGenerateManager(GenerateManager):
             raise
         except (ValueError, TypeError) as error:
             raise bad_request(error) from error
-        except (LookupError, ArithmeticError, AttributeError, ImportError) as error:
+        except (LookupError, ArithmeticError, AttributeError, ImportError, AssertionError) as error:
             if not current_request.get().has_config:
                 raise
             raise bad_request(ValueError(f"generation_config asks for what fails here: {error}")) from error
@@ -231,9 +245,10 @@ class SharedGenerateManager(GenerateManager):
                 raise ValueError(
                     f"seed={asked.seed} goes with plain sampling and exits that stop, not with {name}: leave one out"
                 )
+            if asked.has_config:
+                asked.processors.append(LeavesTokens())
             if asked.schema is not None:
-                form = keeps_to_schema(asked.schema, tokenizer, model, prepared, length)
-                asked.processors = LogitsProcessorList([form])
+                asked.processors.append(keeps_to_schema(asked.schema, tokenizer, model, prepared, length))
             new_tokens = gen_config.max_new_tokens
             if new_tokens > room:
                 raise ValueError(
