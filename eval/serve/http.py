@@ -58,18 +58,21 @@ class LimitedSize:
     async def __call__(self, scope, receive, send):
         if scope.get("method") != "POST":
             return await self.app(scope, receive, send)
-        messages, size, goes_on = [], 0, True
+        body, size, goes_on, message = bytearray(), 0, True, {}
         while goes_on and size < self.most_bytes + MOST_DISCARDED:
             message = await receive()
-            size, goes_on = size + len(message.get("body", b"")), message.get("more_body")
+            part, goes_on = message.get("body", b""), message.get("more_body")
+            size += len(part)
             if size <= self.most_bytes:
-                messages.append(message)
+                body += part
         if (refusal := self.refusal(Headers(scope=scope), size)) is not None:
             refusal.headers["Connection"] = "close"  # the rest of the body is not read
             return await refusal(scope, receive, send)
 
+        whole = [{**message, "body": bytes(body)}]  # as one message, or that of a client that is gone
+
         async def receive_again():
-            return messages.pop(0) if messages else await receive()
+            return whole.pop() if whole else await receive()
 
         return await self.app(scope, receive_again, send)
 
