@@ -65,15 +65,23 @@ def check_hooks_of_weights(blocks: list):
     blocks: as often as they run."""
     seen = set()
     for block in filter(is_reentrant, blocks):
-        hooked = {weight for weight in block.parameters() if weight._post_accumulate_grad_hooks}
+        hooked = set(filter(may_step_in_backward, block.parameters()))
         if not hooked.isdisjoint(seen):
             raise ValueError(
                 "use_reentrant=True computes the gradient of a block that runs several times in several parts, and "
                 "hooks on its weights (register_post_accumulate_grad_hook), such as the step of an optimizer within "
-                "backward (optim='galore_adamw_layerwise' and its like), would run after each of them: pass "
+                "backward (optim='galore_adamw_layerwise', 'lomo' and their like), would run after each of them: pass "
                 'gradient_checkpointing_kwargs={"use_reentrant": False}'
             )
         seen |= hooked
+
+
+def may_step_in_backward(weight) -> bool:
+    """Return whether a hook may be the step of an optimizer. Others of a gradient, such as masks, may get parts of it,
+    but LOMO and AdaLomo step in theirs."""
+    hooks = (weight._backward_hooks or {}).values()
+    is_lomo = any(getattr(hook, "__module__", "").startswith("lomo_optim.") for hook in hooks)
+    return is_lomo or bool(weight._post_accumulate_grad_hooks)
 
 
 def is_reentrant(block) -> bool:

@@ -3,6 +3,7 @@
 import json
 import os
 from collections import Counter
+from functools import partial
 
 import accelerate
 import pytest
@@ -396,6 +397,7 @@ STEPS_WITHIN_BACKWARD = {
     "tied_layers": ("tied", {}, {"num_loops": 1}, True),
     "coda": ("coda", {}, {}, False),
     "coda_after_all": ("coda", {"loop_loss": "per_loop"}, {}, True),
+    "lomo": ("core", {}, {}, True),
 }
 
 
@@ -403,7 +405,7 @@ STEPS_WITHIN_BACKWARD = {
 @pytest.mark.parametrize("case", STEPS_WITHIN_BACKWARD)
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_(en|dis)able` is deprecated")
 def test_weights_step_once_within_backward(case, reentrant):
-    """So do the optimizers of transformers that are called layerwise. Of a block that has several reentrant
+    """So do LOMO and the optimizers of transformers that are called layerwise. Of a block that has several reentrant
     checkpoints they would change the weights between one and the next."""
     section, fields, how, refused = STEPS_WITHIN_BACKWARD[case]
     model, ids, steps = build("plain", **SECTIONS, **fields).train(), random_ids(2, 6, VOCABULARY), Counter()
@@ -415,7 +417,12 @@ def test_weights_step_once_within_backward(case, reentrant):
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
     model.enable_input_require_grads()
     for weight in getattr(model.model, "coda" if section == "coda" else "core").parameters():
-        weight.register_post_accumulate_grad_hook(lambda weight: steps.update([weight]))
+        step = partial(lambda weight, _: steps.update([weight]), weight)
+        if case == "lomo":
+            step.__module__ = "lomo_optim.lomo"
+            weight.register_hook(step)
+        else:
+            weight.register_post_accumulate_grad_hook(step)
     if refused and reentrant:
         with pytest.raises(ValueError, match="gradient_checkpointing_kwargs=.*False"):
             model(ids, labels=ids, **how)
