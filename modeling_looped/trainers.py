@@ -59,7 +59,8 @@ class DrawnDepths:
 
 class OwnLoss:
     depths: DrawnDepths | None = None  # for training; None means the model's num_loops
-    _place = (-1, 0)  # the step, and how many of its rows all processes have trained on
+    # the Trainer's state, the step, and how many of its rows all processes have trained on
+    _place: tuple[Any, int, int] = (None, -1, 0)
     _ran: tuple[Any, int | None] = (None, None)  # num_loops and backprop_loops of the last pass
 
     def __init_subclass__(cls, **kwargs):
@@ -133,8 +134,9 @@ class OwnLoss:
         if not hasattr(self.depths, "of_step"):
             raise ValueError(f"depths={self.depths!r} must be DrawnDepths, such as DrawnDepths(mean=4), or None")
         step, given = self.state.global_step, check_inputs(inputs.get("input_ids"), inputs.get("inputs_embeds"))
-        before = self._place[1] if self._place[0] == step else 0
-        self._place = step, before + self.args.world_size * len(given)
+        state, last_step, trained_on = self._place  # the Trainer makes a new state where it begins anew
+        before = trained_on if state is self.state and last_step == step else 0
+        self._place = self.state, step, before + self.args.world_size * len(given)
         first = before + self.args.process_index * len(given)
         rows = list(range(first, first + len(given)))
         plain = self.accelerator.unwrap_model(model)

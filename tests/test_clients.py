@@ -455,6 +455,22 @@ def test_operations_are_counted_of_shards_too():
     assert all(counted) and sum(counted) == pytest.approx(Counting(whole).floating_point_ops(inputs), rel=1e-4)
 
 
+def test_rows_are_counted_anew_where_a_trainer_begins_anew():
+    """After a batch that was too large for `auto_find_batch_size`, or in a second `train()`."""
+    from modeling_looped.trainers import DrawnDepths, OwnLoss
+
+    class AtDepths(OwnLoss):
+        args, accelerator = SimpleNamespace(seed=0, world_size=1, process_index=0), SimpleNamespace()
+        depths = DrawnDepths("poisson", mean=9, per="sequence")
+
+    trainer, model = AtDepths(), tiny_model()
+    trainer.accelerator.unwrap_model = lambda model: model
+    for num_rows in (4, 2):
+        trainer.state, micro_batch = SimpleNamespace(global_step=0), {"input_ids": random_ids(num_rows, 5)}
+        drawn = [trainer._drawn(model, micro_batch)["num_loops"] for _ in range(2)]
+        assert sum(drawn, []) == depths_of_step("poisson", 9, 0, 0, range(2 * num_rows), per="sequence")
+
+
 def test_drawn_depths_do_not_go_with_a_prefix():
     peft = pytest.importorskip("peft")
     from modeling_looped.trainers import DrawnDepths, OwnLoss
