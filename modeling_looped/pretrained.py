@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import shutil
+from collections.abc import Iterator
 from inspect import signature
 from pathlib import Path
 from typing import Any, cast
@@ -43,6 +44,16 @@ class LoopedPreTrainedModel(StrictLoadingMixin, PreTrainedModel):
         self.trained_depth = config.trained_depth  # fixed here: later changes of the config do not change it
         self.built_with = {name: copy.copy(getattr(config, name)) for name in FIELDS_OF_BUILDING}
 
+    def post_init(self):
+        """Called again by subclasses, which may have put one layer, or one parameter, in several places."""
+        of_class = getattr(type(self), "_tied_weights_keys", None) or {}
+        self.tied_by_subclass = {name: first for name, first in shared_parameters(self) if name not in of_class}
+        super().post_init()
+
+    def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict:
+        """Return what is tied, further name: first name. What subclasses tie is, whatever tie_word_embeddings says."""
+        return {**super().get_expanded_tied_weights_keys(all_submodels), **self.tied_by_subclass}
+
     def _sdpa_can_dispatch(self, *args, **kwargs) -> bool:
         """Called by transformers. If this raises, transformers uses eager attention, unless sdpa was asked for."""
         check_softcap(self.config.attention_softcap, "sdpa")
@@ -59,10 +70,12 @@ class LoopedPreTrainedModel(StrictLoadingMixin, PreTrainedModel):
     def save_pretrained(self, *args, **kwargs) -> None:
         warn_of_changes(self.config, self.built_with)
         before, self.config.trained_num_loops = self.config.trained_num_loops, self.trained_depth
+        self._tied_weights_keys = {**(self._tied_weights_keys or {}), **self.tied_by_subclass}  # each is saved once
         try:
             super().save_pretrained(*args, **kwargs)
         finally:
             self.config.trained_num_loops = before
+            del self._tied_weights_keys  # on the instance
         call = signature(PreTrainedModel.save_pretrained).bind(self, *args, **kwargs)
         call.apply_defaults()
         given = call.arguments
@@ -89,6 +102,14 @@ class LoopedPreTrainedModel(StrictLoadingMixin, PreTrainedModel):
                 table.weight[before:] = at_least_fp32(table.weight[:before]).mean(0).to(table.weight.dtype)
             table.requires_grad_(is_trained)
         return embeddings
+
+
+def shared_parameters(model) -> Iterator[tuple[str, str]]:
+    """Yield every further name of a parameter, and its first name."""
+    first = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if first.setdefault(parameter, name) != name:
+            yield name, first[parameter]
 
 
 def remove_older_weights(folder: Path, variant: str | None):

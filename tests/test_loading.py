@@ -6,6 +6,7 @@ import os
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from modeling_looped import (
@@ -148,6 +149,36 @@ def test_tied_weights_are_saved_once_and_stay_tied(tied, tmp_path):
     loaded = LoopedForCausalLM.from_pretrained(tmp_path)
     assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) == tied
     assert_equal_weights(loaded, model)
+
+
+class TiedForCausalLM(LoopedForCausalLM):
+    """One layer in two places, and of another one matrix and one parameter of its own."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        first, second, _ = self.model.core
+        for block in (first, second):
+            block.factor, block.factor_of_loop = (nn.Parameter(torch.zeros(3)) for _ in range(2))
+        self.model.core[2] = first
+        second.mlp.down_proj.weight, second.factor = first.mlp.down_proj.weight, first.factor
+        self.post_init()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_layers_and_parameters_that_a_class_ties_stay_tied(tied, tmp_path):
+    model = TiedForCausalLM(tiny_config(num_core_layers=3, tie_word_embeddings=tied))
+    model.model.core[1].factor_of_loop.data += 1
+    for _ in range(2):
+        model.save_pretrained(tmp_path)
+        names = {name for name, _ in model.named_parameters()}  # each once
+        assert load_file(tmp_path / "model.safetensors").keys() == names
+        loaded = TiedForCausalLM.from_pretrained(tmp_path)
+        loaded.tie_weights()  # as resizing does
+        first, second, third = loaded.model.core
+        assert third is first and second.mlp.down_proj.weight is first.mlp.down_proj.weight
+        assert second.factor is first.factor and {name for name, _ in loaded.named_parameters()} == names
+        assert_equal_weights(loaded, model)
+        model = loaded
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, "bfloat16", torch.float32, "auto"])

@@ -186,8 +186,11 @@ def test_another_name_of_the_class_is_no_second_class(written):
     assert class_in_file(written(CODE + "Alias = GatedForCausalLM\n")).__name__ == "GatedForCausalLM"
 
 
+TIED = CODE.replace("self.post_init()", "self.model.core[1] = self.model.core[0]\n        self.post_init()")
+
+
 def test_a_recipe_trains_it_and_goes_on_bit_for_bit(written, training_text, tmp_path, capsys):
-    path = written(CODE)
+    path = written(TIED)
 
     def train(name: str, *more: str):
         arguments = smoke_settings(training_text, tmp_path / name, f"training.model_file={path}", *more)
@@ -207,14 +210,16 @@ def test_a_recipe_trains_it_and_goes_on_bit_for_bit(written, training_text, tmp_
     resumed = load_file(parts / "final" / "model.safetensors")
     assert resumed.keys() == weights.keys() and all(torch.equal(resumed[name], weights[name]) for name in weights)
 
-    written(CODE)  # the same again, not imported yet
+    written(TIED)  # the same again, not imported yet
     with pytest.raises(CheckpointError, match="own_gated.py', whose code would be run here: .*--trust-remote-code"):
         export([str(whole), str(tmp_path / "exported")])
     assert Path(path) not in MODULES and not (tmp_path / "exported").exists()
     export([str(whole), str(tmp_path / "exported"), "--trust-remote-code"])
     exported = load_file(tmp_path / "exported" / "model.safetensors")
     assert all(torch.equal(exported[name], weights[name]) for name in weights)
-    AutoModelForCausalLM.from_pretrained(tmp_path / "exported", trust_remote_code=True)
+    opened = AutoModelForCausalLM.from_pretrained(tmp_path / "exported", trust_remote_code=True)
+    assert opened.model.core[1] is opened.model.core[0]
+    assert not any(name.startswith("model.core.1") for name in weights)
 
     asked = [str(whole / "final"), "a", "--max-new-tokens", "2", "--output", str(tmp_path / "page.html")]
     with pytest.raises(LoopedCheckpointError):
