@@ -64,7 +64,8 @@ class LoopedCausalLMOutputWithPast(CacheByBothNames, CausalLMOutputWithPast):
     loop_losses: mean cross-entropy after each loop, [loops], without gradients; nan where no token was compared.
     loop_token_losses: the same per token, [loops, batch, length]: position i has that of token i + 1; 0 without a
         label.
-    token_loops: the loops that each token ran under an exit rule, [batch, length].
+    token_loops: the loop at which each token exits under an exit rule, [batch, length]. With selection="after" all
+        loops run, and this is the one that is read out; with "weighted" it is the last.
     """
 
     loop_hidden_states: tuple[torch.Tensor, ...] | None = None
@@ -120,7 +121,8 @@ class AskedOutputs(NamedTuple):
 @dataclass
 class LoopedGenerateOutput(CacheByBothNames, GenerateDecoderOnlyOutput):
     """
-    token_loops: the loops that each new token ran, [batch, new tokens]; 0 after the end of a row.
+    token_loops: the loops that each new token ran, [batch, new tokens]; 0 after the end of a row. With
+        exit_selection="after" these are all; which of them was read out, `forward` says under such an exit_rule.
     acceptance_rate: the fraction of compared drafts that full depth agreed with; drafts after a wrong one are not
         compared.
     passes_per_token: with drafts, passes of a row through the core per token: num_loops without them, fewer if they
