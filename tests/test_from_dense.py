@@ -372,7 +372,7 @@ def test_stepwise_layers_are_evenly_spaced(num_dense, core, loops, expected):
         ({"layers": [0, -1]}, r"layers \[-1\] are none"),
         ({"layers": [0, 2, 1]}, r"in the order .* got \[0, 2, 1\]"),
         ({"layers": [0, 1, 1]}, "each once"),
-        ({"layers": "01"}, "must be a list of numbers"),
+        ({"layers": [[0], [2, 3], [5]]}, r"must be a list of numbers .* dict .*'core': \[2, 3\].* got \[\[0\], \[2"),
         ({"layers": {"core": []}}, "with layers for core"),
         ({"layers": {"core": [1], "head": [2]}}, "keys prelude, core and coda"),
         (

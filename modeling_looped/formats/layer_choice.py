@@ -85,7 +85,10 @@ def checked(num_dense: int, layers) -> list[int]:
     if not isinstance(layers, (list, tuple, range)) or any(
         isinstance(layer, bool) or not isinstance(layer, int) for layer in layers
     ):
-        raise ValueError(f"layers must be a list of numbers of layers, or one for each section, got {layers!r}")
+        raise ValueError(
+            "layers must be a list of numbers of layers, or a dict of one such list for each section, as "
+            f"{{'prelude': [0], 'core': [2, 3], 'coda': [5]}}, got {layers!r}"
+        )
     layers = list(layers)
     beyond = [layer for layer in layers if not 0 <= layer < num_dense]
     if beyond:
