@@ -231,13 +231,11 @@ def check_pass(
         past = 0 if cache is None else cache.get_seq_length()
         length = inputs_embeds.shape[1] + (0 if torch.is_tensor(past) else past)  # a static cache's is on the device
         check_length(config, length, position_ids)
-    if initial_state is not None:
-        shape = (*inputs_embeds.shape[:-1], config.state_size)
-        if initial_state.shape != shape:
-            raise ValueError(
-                f"initial_state has shape {tuple(initial_state.shape)}, but the state of this input is {shape}; they "
-                "must be equal"
-            )
+    if initial_state is not None and initial_state.shape[:-1] != inputs_embeds.shape[:-1]:
+        raise ValueError(
+            f"initial_state has shape {tuple(initial_state.shape)}, but the input has the tokens "
+            f"{tuple(inputs_embeds.shape[:-1])}: pass a state for each"
+        )
     first_with_gradient = sum(not tick.has_gradient for tick in plan.ticks)
     if torch.is_grad_enabled() and not any(map(config.makes_keys, range(first_with_gradient, plan.max_depth))):
         raise ValueError(

@@ -526,6 +526,12 @@ class LoopedModel(LoopedPreTrainedModel):
                     f"{self.config.injection!r}, loop_change_gate={self.config.loop_change_gate}), so it begins from "
                     f"the state that state_init={self.config.state_init!r} says alone: leave out initial_state"
                 )
+            if given.shape[-1] != self.config.state_size:
+                raise ValueError(
+                    f"initial_state has shape {tuple(given.shape)}, but the state of a token has "
+                    f"state_size={self.config.state_size} numbers: pass as many, or override `initial_state` in a "
+                    "trunk of your own whose states are wider"
+                )
             return given.to(embedded)
         if self.config.state_init == "embedding":
             return embedded

@@ -317,8 +317,9 @@ def test_states_that_are_given_are_started_from(name):
         found = model(text, initial_state=state, exit_rule=ExitRule(name, never)).logits
         assert not torch.allclose(wanted, model(text).logits, atol=1e-3)
     torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
-    with pytest.raises(ValueError, match="initial_state has shape"):
-        model(text, initial_state=state[:, :1], exit_rule=ExitRule(name, never))
+    for wrong, message in ((state[:, :1], r"tokens \(2, "), (state[..., :1], "state_size=32 numbers")):
+        with pytest.raises(ValueError, match=f"initial_state has shape .* {message}"):
+            model(text, initial_state=wrong, exit_rule=ExitRule(name, never))
 
 
 @pytest.mark.parametrize("selection", ["stop", "after"])

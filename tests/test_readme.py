@@ -104,6 +104,28 @@ def route(trunk, name: str):
     assert torch.equal(model.generate(ids, **given, exit_criterion=name), model.generate(ids, **given))
 
 
+@torch.no_grad()
+def push(own_class):
+    """Compare a momentum in a wider state with its formula, going on from a state, and ways of decoding."""
+    fields = {"num_loops": 5, "injection": "add", "state_init": "zeros"}
+    plain, model = tiny_model(**fields).double(), own_class(tiny_config(**fields)).double().eval()
+    ids = random_ids(2, 9)
+    shake(plain)
+    model.load_state_dict(plain.state_dict())
+    once = {"num_loops": 1, "output_loop_hidden_states": True}
+    before = now = plain(ids, **once).initial_state
+    for _ in range(5):
+        after = plain(ids, **once, initial_state=now).loop_hidden_states[0] + 0.5 * (now - before)
+        before, now = now, after
+    torch.testing.assert_close(model(ids).logits, plain.logits_after_loop(now, 4))
+    half = model(ids, num_loops=2, output_loop_hidden_states=True).loop_hidden_states[-1]
+    rest = model(ids, num_loops=3, initial_state=model.model.to_next_loop(half))
+    torch.testing.assert_close(rest.logits, model(ids).logits)
+    given = {"max_new_tokens": 8, "do_sample": False}
+    for way in ({"exit_criterion": "max_prob", "exit_threshold": 1.0}, {"draft_loops": 2}):
+        assert torch.equal(model.generate(ids, **given, **way), model.generate(ids, **given))
+
+
 @pytest.mark.parametrize("page", PAGES_WITH_PYTHON)
 def test_code_runs(page, folder_of_models, monkeypatch):
     """All Python of a page as one script; a model whose width it leaves at 768 is a small one."""
@@ -122,6 +144,8 @@ def test_code_runs(page, folder_of_models, monkeypatch):
         same = copy.deepcopy(names["model"])
         assert same.model.core_pass.__self__ is same.model
         names["model"].bfloat16()(torch.tensor([[5, 6, 7]]))
+    if page == "docs/architecture.md":
+        push(names["HeavyBallForCausalLM"])
     if page == "docs/train.md":
         assert torch.isfinite(names["outputs"].loss)
         assert load_from_disk("mixed")["text"]
