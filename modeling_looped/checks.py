@@ -129,6 +129,21 @@ def warn_of_untrained_input(trunk, plan: DepthPlan, num_rows: int):
         )
 
 
+def warn_of_untrained_between(trunk, plan: DepthPlan):
+    """Warn if only the last of several loops has gradients, so that what stands between loops gets none."""
+    if torch.compiler.is_compiling() or trunk.config.loop_loss == "gate" or plan.max_depth == 1:
+        return
+    if any(tick.has_gradient and tick.next_rows for tick in plan.ticks):
+        return
+    between = {"inter_loop_norm": trunk.inter_loop_norm, "loop_damping": trunk.damping}
+    trained = [name for name, part in between.items() if part and any(w.requires_grad for w in part.parameters())]
+    if trained:
+        logger.warning_once(
+            f"With backprop_loops=1 the parameters of {' and '.join(trained)}, which act between loops, get no "
+            "gradient: take at least 2, or freeze them."
+        )
+
+
 def warn_of_changes(config, built_with: dict):
     """Warn of fields that were assigned after the model had been built."""
     changed = {name: getattr(config, name) for name in FIELDS_OF_BUILDING if getattr(config, name) != built_with[name]}

@@ -46,6 +46,7 @@ from .checks import (
     check_starts_from_noise,
     is_recorded,
     leave_out_cache,
+    warn_of_untrained_between,
     warn_of_untrained_input,
     why_no_cache,
 )
@@ -243,8 +244,10 @@ class LoopedModel(LoopedPreTrainedModel):
         x, context, cache = self._enter(*inputs, cache, plan, may_exit, options)
         embedded = self.run_prelude(x, context)
         state = self.initial_state(embedded, initial_state)
-        if self.training and torch.is_grad_enabled() and initial_state is None:
-            warn_of_untrained_input(self, plan, len(embedded))
+        if self.training and torch.is_grad_enabled():
+            warn_of_untrained_between(self, plan)
+            if initial_state is None:
+                warn_of_untrained_input(self, plan, len(embedded))
         if exit_watch is None:
             final, states = self.loop(embedded, state, plan, every_loop, context)
             if every_loop and not is_as_written(self, "loop"):

@@ -327,6 +327,17 @@ def test_a_prelude_that_is_frozen_on_purpose_is_not_warned_of(monkeypatch):
     assert said == []
 
 
+@pytest.mark.parametrize("fields", [{"inter_loop_norm": "own"}, {"loop_damping": True}, {}], ids=str)
+@pytest.mark.parametrize("num_loops, backprop_loops", [(1, 1), (4, 1), (4, 2), (4, None), ([4, 2], 1), ([4, 2], 2)])
+def test_what_acts_between_loops_and_gets_no_gradient_is_warned_of(fields, num_loops, backprop_loops, monkeypatch):
+    said, ids, model = [], random_ids(2, 5), tiny_model(injection="add", state_init="zeros", **fields).train()
+    monkeypatch.setattr(checks.logger, "warning_once", said.append)
+    model(ids, labels=ids, num_loops=num_loops, backprop_loops=backprop_loops).loss.backward()
+    is_untrained = any(weight.grad is None for weight in model.parameters())
+    assert len(said) == (is_untrained and num_loops != 1)
+    assert all(f"backprop_loops=1 the parameters of {next(iter(fields))}, which" in line for line in said)
+
+
 def test_a_loss_of_states_gives_the_prelude_no_gradients_of_zero():
     """They would cost a backward pass, and weight decay would act on what is not trained."""
     model, ids = tiny_model(num_prelude_layers=1, latent_loss=0.1).train(), random_ids(2, 5)
