@@ -127,8 +127,11 @@ def told_parts(client, is_stream: bool, **fields) -> tuple:
         ("<think>so \u20ac", None, ("so \ufffd", "", "", "length")),
         ("I look" + FIRST + ", and", None, ("", "I look, and", "f", "tool_calls")),
         ("<think>so</think>I<think>me</think>and", None, ("some", "Iand", "", "length")),
+        ('<think>so</think> <call>{"c": {"Z"}} </call>', None, ("so", '{"c": {"Z"}}', "", "length")),
+        ('<call>{"c": "Z"}</call>', None, ("", '{"c": "Z"}', "", "length")),
+        (FIRST[:-9], None, ("", FIRST[6:-9], "", "length")),
     ],
-    ids=range(11),
+    ids=range(14),
 )
 def test_parts_of_an_answer_that_are_whole(parted, text, stop, expected, is_stream):
     tokenizer, client = parted
@@ -136,6 +139,21 @@ def test_parts_of_an_answer_that_are_whole(parted, text, stop, expected, is_stre
     written = {"generation_config": config_that_writes(ids)}
     found = told_parts(client, is_stream, max_tokens=len(ids), stop=stop, extra_body=written)
     assert found == expected
+
+
+@pytest.mark.parametrize(("is_stream", "more"), [(False, {}), (True, {}), (False, {"num_beams": 2})], ids=str)
+def test_as_many_calls_as_a_request_allows(parted, is_stream, more):
+    """Beams, of which several may have begun calls, are told without what is too much."""
+    tokenizer, client = parted
+    ids = tokenizer(FIRST + SECOND).input_ids
+    config = json.dumps({**json.loads(config_that_writes(ids)), **more})
+    asked = {"max_tokens": len(ids), "extra_body": {"generation_config": config}}
+    none = told_parts(client, is_stream, tool_choice="none", **asked)
+    assert none == ("", FIRST[6:-7] + SECOND[6:-7], "", "length")
+    assert told_parts(client, is_stream, parallel_tool_calls=False, **asked) == ("", "", "f", "tool_calls")
+    if not more:
+        answer = client.chat.completions.create(**ASKED, parallel_tool_calls=False, **asked)
+        assert answer.usage.completion_tokens == len(answer.token_loops) == len(tokenizer(FIRST).input_ids)
 
 
 @pytest.mark.parametrize("strips", [{}, {"thinking": False}, {"content": False}, {"thinking": True, "content": True}])

@@ -53,8 +53,8 @@ def served():
 
 
 @contextmanager
-def serving(model, tokenizer, grace: int | None = None):
-    tokenizer.chat_template = TEMPLATE
+def serving(model, tokenizer, grace: int | None = None, template: str | None = None):
+    tokenizer.chat_template = template or TEMPLATE
     model.generation_config.do_sample = False
     with SharedPasses(model, max_rows=4, max_tokens=300) as passes:
         app = serve.build_app("tiny", model, tokenizer, passes, max_loops=1000)

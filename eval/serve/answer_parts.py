@@ -4,9 +4,12 @@ import re
 from collections.abc import Sequence
 from itertools import chain
 
+import torch
 from transformers.cli.serving.utils import ToolCall, response_events_to_chunks
 from transformers.convert_slow_tokenizer import bytes_to_unicode
+from transformers.generation import StoppingCriteria
 from transformers.utils import logging
+from transformers.utils.chat_parsing import ResponseParser
 
 from .stop_texts import StopTexts, decode
 
@@ -86,11 +89,16 @@ def bytes_of_token(tokenizer, token: int) -> bytes | None:
 
 
 class AnswerParts:
-    """Reads the tokens of an answer, up to its first stop text, into texts, thoughts and tool calls."""
+    """Reads the tokens of an answer, up to its first stop text, into texts, thoughts and tool calls.
 
-    def __init__(self, text: TextOfTokens, stops: StopTexts, parser=None):
-        self.text, self.stops, self.parser = text, stops, parser
+    most_calls: how many tool calls are told; None: all. An answer whose only content is calls that are not told has
+    their text as its content.
+    """
+
+    def __init__(self, text: TextOfTokens, stops: StopTexts, parser=None, most_calls: int | None = None):
+        self.text, self.stops, self.parser, self.most_calls = text, stops, parser, most_calls
         self.held: dict[str, str] = {}  # white space at the end of each field that has begun
+        self.num_calls, self.has_text, self.text_of_calls = 0, False, ""
 
     def put(self, token: int) -> list[str | ToolCall]:
         return self.read(self.text.add(token))
@@ -114,7 +122,20 @@ class AnswerParts:
             except WRITTEN_WRONGLY as error:  # such a tool call is left out, not what is beside it
                 warn_of_lost_call(error)
                 self.parser._reset_to_implicit()
-        return [*chain.from_iterable(parts_of(self.stripped(event)) for event in events)]
+        told = [*filter(self.is_told, chain.from_iterable(parts_of(self.stripped(event)) for event in events))]
+        self.has_text |= any(type(part) is str for part in told)
+        self.text_of_calls += "".join(map(text_of_call, events))
+        if is_last and not self.num_calls and not self.has_text and self.text_of_calls.strip():
+            told.append(self.text_of_calls.strip())
+        return told
+
+    def is_told(self, part: str | ToolCall) -> bool:
+        if not isinstance(part, ToolCall):
+            return True
+        if self.num_calls == self.most_calls:
+            return False
+        self.num_calls += 1
+        return True
 
     def stripped(self, event: dict) -> dict:
         """Return the event without white space at the beginning and end of its field, unless the template keeps it."""
@@ -126,6 +147,31 @@ class AnswerParts:
         if text:
             self.held[field] = text[len(told) :]
         return {**event, "text": told}
+
+
+class EndsWithCall(StoppingCriteria):
+    """Ends an answer, behind a prompt of `length` tokens, with its first tool call. parts: a reader of its own."""
+
+    reads_rows_apart = True  # there is one
+
+    def __init__(self, parts: AnswerParts, length: int):
+        self.parts, self.read = parts, length
+
+    def __call__(self, input_ids, scores, **kwargs):
+        for token in input_ids[0, self.read :].tolist():
+            self.parts.put(token)
+        self.read = input_ids.shape[1]
+        return torch.tensor([self.parts.num_calls > 0], device=input_ids.device)
+
+
+def parser_behind(tokenizer, prompt: list[int]) -> ResponseParser | None:
+    """Return what parts an answer to this prompt, or None where the tokenizer has no template for it."""
+    template = getattr(tokenizer, "response_template", None)
+    return None if template is None else ResponseParser(template, prefix=tokenizer.decode(prompt))
+
+
+def text_of_call(event: dict) -> str:
+    return event["text"] if event["type"] == "region_chunk" and event["field"] == "tool_calls" else ""
 
 
 def parts_of(event: dict) -> list[str | ToolCall]:

@@ -3,14 +3,14 @@ answer."""
 
 import json
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from transformers import LogitsProcessorList
 
 from modeling_looped.depth_options import DEPTH_FIELDS, DepthOptions
 
-from .answer_parts import AnswerParts, TextOfTokens
+from .answer_parts import AnswerParts, EndsWithCall, TextOfTokens, parser_behind
 from .grammars import schema_of
 from .likelihoods import Likelihood, pieces
 from .request_checks import LENGTHS_OF_CONFIG, SAY_LENGTH
@@ -29,6 +29,7 @@ class Asked:
     seed: int | None
     has_length: bool  # the request sets the length of the answer
     has_config: bool  # the request has a generation_config
+    most_calls: int | None = None  # tool calls that are told; None: all
     prompt: str | list[int] | None = None  # only in completions
     echoes: bool = False  # the prompt is returned before the answer
     is_prompt_alone: bool = False  # only the prompt is returned
@@ -59,6 +60,9 @@ class Asked:
             schema=schema_of(body.pop("response_format", None)),
             likeliest=likeliest_beside(body),
         )
+        if prompt is None:
+            choice, parallel = body.pop("tool_choice", None), body.pop("parallel_tool_calls", None)
+            asked.most_calls = 0 if choice == "none" else 1 if parallel is False else None
         if asked.echoes and body.get("max_tokens") == 0:
             asked.is_prompt_alone, body["max_tokens"] = True, 1
         if isinstance(prompt, list):
@@ -76,7 +80,14 @@ class Asked:
             template = json.dumps(getattr(tokenizer, "response_template", None), ensure_ascii=False).replace("\\", "")
             ends = [end for end in ends if tokenizer.decode(end) not in template]
         text.skipped.update(ends)
-        return AnswerParts(text, self.stops, parser)
+        return AnswerParts(text, self.stops, parser, self.most_calls)
+
+    def ends_with_call(self, tokenizer, prompt: list[int]) -> EndsWithCall | None:
+        """Return what ends an answer that may have one tool call, or None where it may have more or none is read."""
+        if self.most_calls != 1 or (parser := parser_behind(tokenizer, prompt)) is None:
+            return None
+        reader = replace(self, stops=StopTexts(self.stops.texts))
+        return EndsWithCall(reader.parts(tokenizer, prompt, parser), len(prompt))
 
     def finish(self, choice: dict):
         """Correct the finish_reason of a choice in OpenAI's format: its last allowed token may end the text."""

@@ -151,6 +151,8 @@ class Chat(TakesDepth, ChatCompletionHandler):
     async def handle_request(self, body: dict, request_id: str):
         if not self.model_manager.tokenizer.chat_template:
             raise bad_request(ValueError("this model's tokenizer has no chat template: use /v1/completions"))
+        if body.get("tool_choice") == "none":
+            body.pop("tools", None)  # the model does not see them
         try:
             check_conversation(body.get("messages"))
             read_arguments(body["messages"])

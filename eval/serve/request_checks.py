@@ -26,6 +26,7 @@ FORMS = {
     "generation_config": ((str,), "a text that holds JSON"),
     "n": ((int,), "a whole number"),
     "echo": ((bool,), "true or false"),
+    "parallel_tool_calls": ((bool,), "true or false"),
 }
 SAY_LENGTH, LENGTHS_OF_CONFIG = ("max_tokens", "max_completion_tokens"), ("max_new_tokens", "max_length")
 # OpenAI's fields that are not supported, with the values that have no effect; None never has one
@@ -35,7 +36,6 @@ ASK_FOR_NOTHING = {
     "presence_penalty": (0, 0.0),
     "frequency_penalty": (0, 0.0),
     "modalities": (["text"],),
-    "parallel_tool_calls": (True,),
     "tool_choice": ("auto", "none"),
     "function_call": ("auto", "none"),
     "functions": ([],),
@@ -104,8 +104,6 @@ def check_body(body: dict, model_config: PreTrainedConfig):
         most = model_config.vocab_size - 1
         form = f"numbers of tokens, from 0 to {most}, as names, and numbers as values, from -100 to 100"
         raise ValueError(f"logit_bias={bias!r} must have {form}")
-    if tools and body.get("tool_choice") == "none":
-        raise ValueError("tool_choice='none' is not served beside tools, which the model would see: leave tools out")
     check_template_kwargs(body.get("chat_template_kwargs"))
     if body.get("max_tokens") == 0 and not body.get("echo"):
         raise ValueError("max_tokens=0 asks for nothing: with echo=true it tells the prompt")

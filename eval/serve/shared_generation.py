@@ -130,6 +130,8 @@ class ModelOfRequest:
             kwargs["stopping_criteria"] = [stops]
             config.stop_strings = None
         asked, prompt = self.asked, kwargs["input_ids"]
+        if config.num_beams in (None, 1) and (ends := asked.ends_with_call(kwargs["tokenizer"], prompt[0].tolist())):
+            kwargs["stopping_criteria"] = [*kwargs.get("stopping_criteria", ()), ends]
         config.return_dict_in_generate, config.output_logits = True, asked.likeliest is not None
         settings = {"logits_processor": asked.processors, **kwargs, **asked.fields}
         check = partial(check_client, streamer or self.until_cancelled)
