@@ -152,7 +152,9 @@ def test_a_schema_that_is_too_large_is_not_the_fault_of_the_answer(served):
 
 
 def test_a_tokenizer_whose_bytes_are_unknown():
-    with pytest.raises(ValueError, match="response_format does not go with this model's tokenizer: can't determine"):
+    with pytest.raises(
+        ValueError, match="form of the answer does not go with this model's tokenizer: can't determine"
+    ):
         grammars.words_of(tiny_tokenizer(), 30, (2,))
 
 
@@ -176,7 +178,7 @@ def test_one_text_alone_has_the_form_whatever_the_tokenizer_makes_of_it(make, wo
     schema["additionalProperties"], ends = False, (tokenizer.eos_token_id,)
     words = grammars.words_of(tokenizer, len(tokenizer), ends)
     for seed in range(5):
-        keeps = grammars.KeepsToSchema(grammars.matcher_of(json.dumps(schema), words).deep_copy(), 0)
+        keeps = grammars.KeepsToForm(grammars.matcher_of(json.dumps(schema), words).deep_copy(), 0)
         ids, generator = [], torch.Generator().manual_seed(seed)
         while ids[-1:] != [*ends]:
             scores = torch.randn(1, len(tokenizer), generator=generator)

@@ -1,14 +1,27 @@
 """Which tools an answer may call, and which it must."""
 
+import json
+from copy import copy
+
 import pytest
 
 from tests.helpers import tiny_model
-from tests.test_serve import byte_level_tokenizer, serving
+from tests.test_serve import byte_level_tokenizer, openai, serving
 
+
+pytest.importorskip("llguidance")
+grammars = pytest.importorskip("looped_eval.serve.grammars")
+tool_choice = pytest.importorskip("looped_eval.serve.tool_choice")
 
 TEMPLATE = "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}{{ messages[-1].content }}<start>"
+TEMPLATE += "{% if thinks %}<think>{% endif %}"
 CALLS = {"open": "<call>", "close": "</call>", "content": "json", "transform": {"function": "{content}"}}
-PARTED = {"start_anchor": "<start>", "fields": {"tool_calls": CALLS, "content": {"close": "<end>"}}}
+THOUGHTS = {"open": "<think>", "close": "</think>"}
+FIELDS = {"tool_calls": CALLS, "thinking": THOUGHTS, "content": {"close": "<end>"}}
+PLACE = {"type": "object", "properties": {"place": {"$ref": "#/$defs/place"}}, "required": ["place"]}
+PLACE |= {"additionalProperties": False, "$defs": {"place": {"enum": ["ab", "abc"]}}}
+AGE = {"properties": {"age": {"type": "integer", "minimum": 10, "maximum": 99}}, "required": ["age"]}
+AGE |= {"additionalProperties": False}
 ASKED = {"model": "tiny", "messages": [{"role": "user", "content": "a"}]}
 
 
@@ -20,11 +33,40 @@ def tool(name: str, **fields) -> dict:
 def served():
     tokenizer = byte_level_tokenizer()
     tokenizer.add_special_tokens({"eos_token": "<end>", "additional_special_tokens": ["<call>"]})
-    tokenizer.response_template = PARTED
+    tokenizer.response_template = {"start_anchor": "<start>", "fields": FIELDS}
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.eos_token_id}
     model = tiny_model(vocab_size=len(tokenizer) + 3, num_loops=2, max_position_embeddings=300, **ends).double()
     with serving(model, tokenizer, template=TEMPLATE) as (_, _, client, *_):
         yield tokenizer, client
+
+
+TOOLS = [tool("bc", parameters=PLACE, strict=True), tool("age", parameters=AGE), tool("c")]
+ARGUMENTS = {"bc": [{"place": "ab"}, {"place": "abc"}], "age": [{"age": age} for age in range(10, 100)], "c": [{}]}
+
+
+def told(client, stream: bool, **asked):
+    """Return the content, the names and arguments of the calls, and why the answer ended."""
+    answer = client.chat.completions.create(**{**ASKED, "max_tokens": 150, **asked}, stream=stream)
+    choices = [part.choices[0] for part in answer] if stream else answer.choices
+    said = [choice.delta if stream else choice.message for choice in choices]
+    calls = [call.function for part in said for call in part.tool_calls or ()]
+    content = "".join(part.content or "" for part in said)
+    return content, [(call.name, json.loads(call.arguments)) for call in calls], choices[-1].finish_reason
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("name", [None, "bc", "age", "c"])
+def test_a_tool_that_must_be_called(served, name, stream):
+    """Whatever the model, which has random weights: one of the tools, or the one that is named."""
+    choice, found = "required" if name is None else tool(name), set()
+    blanks = {str(token): -100 for text in " \n\r\t" for token in served[0](text).input_ids}  # many may stand in JSON
+    for seed in range(3):
+        asked = {"tools": TOOLS, "tool_choice": choice, "temperature": 2.0, "seed": seed, "logit_bias": blanks}
+        content, [(called, arguments)], reason = told(served[1], stream, **asked)
+        assert content == "" and arguments in ARGUMENTS[called]
+        assert reason == ("tool_calls" if name is None else "stop")  # as OpenAI's servers do
+        found.add(called)
+    assert found == {name} or name is None and len(found) > 1
 
 
 def test_tools_that_may_not_be_called_are_not_shown(served):
@@ -34,3 +76,51 @@ def test_tools_that_may_not_be_called_are_not_shown(served):
         answer = client.chat.completions.create(**ASKED, tools=[tool("bc")], tool_choice=choice, max_tokens=1)
         sizes[choice] = answer.usage.prompt_tokens
     assert sizes == {"none": len(tokenizer("a<start>").input_ids), "auto": len(tokenizer("bc a<start>").input_ids)}
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"tool_choice": "any"}, "tool_choice='any' must be none, auto, required or .*name"),
+        ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice=.*allowed_tools.* must be none, auto"),
+        ({"tool_choice": tool("d")}, "needs a tool that is among the tools, which are bc, age, c: pass it"),
+        ({"tool_choice": "required", "tools": []}, "among the tools, which are none: pass it"),
+        (
+            {"tools": [tool("f", parameters={"$ref": "#/a"})]},
+            "parameters of the tool 'f' have a schema that cannot",
+        ),
+        ({"extra_body": {"draft_loops": 1}}, "tool_choice does not go with draft_loops=1: leave one out"),
+        ({"extra_body": {"chat_template_kwargs": {"thinks": True}}}, "does not read '<call>.*auto"),
+    ],
+    ids=range(7),
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_calls_that_cannot_be_forced(served, asked, message, stream):
+    asked = {"tools": TOOLS, "tool_choice": "required", **asked}
+    with pytest.raises(openai.BadRequestError, match=message):
+        told(served[1], stream, **asked)
+
+
+@pytest.mark.parametrize(
+    ("changed", "is_read"),
+    [
+        ({"open": ["<call>", "<other>"]}, True),
+        ({"open": None, "open_pattern": r"\s*<call>\s*"}, True),
+        ({"open": None, "open_pattern": "<call(?P<number>[0-9])>"}, False),
+        ({"content": "text"}, False),
+        ({"transform": {"function": {"name": "{content.name}", "arguments": "{content.parameters}"}}}, False),
+    ],
+    ids=range(5),
+)
+def test_templates_of_calls(served, changed, is_read):
+    tokenizer = copy(served[0])
+    calls = {name: value for name, value in {**CALLS, **changed}.items() if value is not None}
+    tokenizer.response_template = {"start_anchor": "<start>", "fields": {**FIELDS, "tool_calls": calls}}
+    words = grammars.words_of(served[0], len(tokenizer) + 3, (tokenizer.eos_token_id,))
+    form = tool_choice.form_of_call([tool("f", parameters=AGE)["function"]], tokenizer, words)
+    if is_read:
+        ids = tokenizer('<call>{"name": "f"').input_ids
+        assert form.matcher.deep_copy().try_consume_tokens(ids) == len(ids)
+        return tool_choice.check_call_is_read(form, tokenizer, [])
+    with pytest.raises(ValueError, match="the response_template of the model's tokenizer does not read"):
+        tool_choice.check_call_is_read(form, tokenizer, [])

@@ -11,7 +11,7 @@ from transformers import LogitsProcessorList
 from modeling_looped.depth_options import DEPTH_FIELDS, DepthOptions
 
 from .answer_parts import AnswerParts, EndsWithCall, TextOfTokens, parser_behind
-from .grammars import schema_of
+from .grammars import Form
 from .likelihoods import Likelihood, pieces
 from .request_checks import LENGTHS_OF_CONFIG, SAY_LENGTH
 from .stop_texts import StopTexts
@@ -30,10 +30,11 @@ class Asked:
     has_length: bool  # the request sets the length of the answer
     has_config: bool  # the request has a generation_config
     most_calls: int | None = None  # tool calls that are told; None: all
+    names_tool: bool = False  # tool_choice is one tool
     prompt: str | list[int] | None = None  # only in completions
     echoes: bool = False  # the prompt is returned before the answer
     is_prompt_alone: bool = False  # only the prompt is returned
-    schema: dict | None = None  # JSON schema of the answer
+    form: Form | None = None  # that the answer must have
     processors: LogitsProcessorList = field(default_factory=LogitsProcessorList)  # of the scores of tokens
     likeliest: int | None = None  # number of likeliest tokens to return at each position; None: no log-probabilities
     is_checked: bool = False  # later errors are not caused by the request
@@ -46,9 +47,10 @@ class Asked:
     stops: StopTexts = field(default_factory=lambda: StopTexts(None))
 
     @classmethod
-    def taken_from(cls, body: dict) -> "Asked":
+    def taken_from(cls, body: dict, form: Form | None = None) -> "Asked":
         """Move the fields that transformers does not read from the body to a new object."""
         config, prompt = body.get("generation_config"), body.get("prompt")
+        body.pop("response_format", None)  # its form is given
         fields = {name: body.pop(name) for name in DEPTH_FIELDS if name in body}
         asked = cls(
             fields,
@@ -57,12 +59,13 @@ class Asked:
             has_config=config is not None,
             prompt=prompt,
             echoes=bool(body.pop("echo", False)),
-            schema=schema_of(body.pop("response_format", None)),
+            form=form,
             likeliest=likeliest_beside(body),
         )
         if prompt is None:
             choice, parallel = body.pop("tool_choice", None), body.pop("parallel_tool_calls", None)
             asked.most_calls = 0 if choice == "none" else 1 if parallel is False else None
+            asked.names_tool = isinstance(choice, dict)
         if asked.echoes and body.get("max_tokens") == 0:
             asked.is_prompt_alone, body["max_tokens"] = True, 1
         if isinstance(prompt, list):
@@ -92,6 +95,8 @@ class Asked:
     def finish(self, choice: dict):
         """Correct the finish_reason of a choice in OpenAI's format: its last allowed token may end the text."""
         if (self.has_ended or self.stops.is_met) and choice["finish_reason"] == "length":
+            choice["finish_reason"] = "stop"
+        if self.names_tool and choice["finish_reason"] == "tool_calls":  # as OpenAI's servers say it
             choice["finish_reason"] = "stop"
 
     def likelihoods_before_stop(self) -> list[Likelihood]:

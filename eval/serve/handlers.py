@@ -14,7 +14,7 @@ from transformers.cli.serving.utils import GenerationState, ReasoningText, ToolC
 from transformers.utils.chat_parsing import ResponseParser
 
 from .asked import Asked, current_request
-from .grammars import beginning, schema_of
+from .grammars import Form, form_of_schema, schema_of, vocabulary
 from .http import with_whole_errors
 from .likelihoods import Likelihood, of_chat, of_completion
 from .request_checks import (
@@ -29,6 +29,7 @@ from .request_checks import (
 from .several import all_or_none, joined, one_by_one
 from .shared_generation import SharedGenerateManager, bad_request
 from .stop_texts import StopTexts
+from .tool_choice import form_of_call, functions_to_call
 
 
 class OneModel(ModelManager):
@@ -45,7 +46,14 @@ class OneModel(ModelManager):
         return model_id  # no revision is appended
 
     def load_model_and_processor(self, *args, **kwargs):
-        return self.model, self.tokenizer if current_request.get().schema is None else self.of_forms
+        form = current_request.get().form
+        return self.model, self.tokenizer if form is None or form.is_call else self.of_forms
+
+    def form_of(self, schema: dict | None, functions: list[dict]) -> Form:
+        words = vocabulary(self.of_forms, self.model)
+        if schema is not None:
+            return form_of_schema(schema, words)
+        return form_of_call(functions, self.tokenizer, words)
 
     def parse_response(self, ids, template, **how) -> dict:
         """Return the fields of a whole answer in a conversation, with the tool calls that a stream would tell."""
@@ -79,18 +87,19 @@ class TakesDepth:
             check_body(body, self.model_manager.model.config)  # pyrefly: ignore[missing-attribute]
             bodies = one_by_one(body)
             check_several(body, len(bodies))
-            if (schema := schema_of(body.get("response_format"))) is not None:
+            form, schema, functions = None, schema_of(body.get("response_format")), functions_to_call(body)
+            if schema is not None or functions:
                 one = self.model_manager  # pyrefly: ignore[missing-attribute]
-                await asyncio.to_thread(beginning, schema, one.of_forms, one.model)  # other requests go on meanwhile
+                form = await asyncio.to_thread(one.form_of, schema, functions)  # other requests go on meanwhile
         except (ValueError, RecursionError) as error:
             raise bad_request(error) from error
         if len(bodies) == 1:
-            return await self.handle_one(bodies[0], request_id)
-        answers = await all_or_none(lambda one: self.handle_one(one, request_id), bodies)
+            return await self.handle_one(bodies[0], request_id, form)
+        answers = await all_or_none(lambda one: self.handle_one(one, request_id, form), bodies)
         return joined(answers, body.get("n") or 1)
 
-    async def handle_one(self, body: dict, request_id: str) -> Response:
-        asked = Asked.taken_from(body)
+    async def handle_one(self, body: dict, request_id: str, form: Form | None) -> Response:
+        asked = Asked.taken_from(body, form)
         current_request.set(asked)
         try:
             check_names(body, self._valid_params_class.__mutable_keys__)  # pyrefly: ignore[missing-attribute]

@@ -36,7 +36,6 @@ ASK_FOR_NOTHING = {
     "presence_penalty": (0, 0.0),
     "frequency_penalty": (0, 0.0),
     "modalities": (["text"],),
-    "tool_choice": ("auto", "none"),
     "function_call": ("auto", "none"),
     "functions": ([],),
     "reasoning_effort": (),

@@ -16,10 +16,11 @@ from modeling_looped.shared_passes import SharedPasses, checked_by
 
 from .answer_parts import AnswerParts
 from .asked import Asked, current_request
-from .grammars import keeps_to_schema
+from .grammars import keeps_to_form
 from .likelihoods import Foretold, foretold, likelihoods, parts_of_prompt
 from .request_checks import check_answers, check_bias
 from .stop_texts import StopsInAnswer
+from .tool_choice import check_call_is_read
 
 
 MOST_THREADS = 64  # requests that are generated at a time; others wait
@@ -249,8 +250,10 @@ class SharedGenerateManager(GenerateManager):
                 )
             if asked.has_config:
                 asked.processors.append(LeavesTokens())
-            if asked.schema is not None:
-                asked.processors.append(keeps_to_schema(asked.schema, tokenizer, model, prepared, length))
+            if asked.form is not None:
+                asked.processors.append(keeps_to_form(asked.form, model, prepared, length))
+                if asked.form.is_call:
+                    check_call_is_read(asked.form, tokenizer, inputs["input_ids"][0].tolist())
             new_tokens = gen_config.max_new_tokens
             if new_tokens > room:
                 raise ValueError(

@@ -1,0 +1,86 @@
+"""Answers that must call a tool: in the form that the response_template of the tokenizer reads as a call."""
+
+import json
+import re
+from typing import Any
+
+from transformers.cli.serving.utils import ToolCall
+
+from .answer_parts import AnswerParts, parser_behind
+from .grammars import Form, json_rule, matcher_of, matcher_of_rule
+from .stop_texts import StopTexts
+
+
+NAMED = '{"type": "function", "function": {"name": ...}}'
+# white space that a model may be used to write around the call; readers of JSON skip it
+RULE = "{begin} SPACE ({calls}) SPACE {end}\nSPACE: /[ \\n]{{0,2}}/"
+
+
+def functions_to_call(body: dict) -> list[dict]:
+    """Return the functions of which the answer must call one; none where it need not call any. Tools are checked."""
+    choice, functions = body.get("tool_choice"), [tool["function"] for tool in body.get("tools") or ()]
+    if choice in (None, "none", "auto"):
+        return []
+    name = name_in(choice)
+    if choice != "required" and name is None:
+        raise ValueError(f"tool_choice={choice!r} must be none, auto, required or {NAMED}")
+    chosen = [function for function in functions if name in (None, function["name"])]
+    if not chosen:
+        names = ", ".join(function["name"] for function in functions) or "none"
+        raise ValueError(f"tool_choice={choice!r} needs a tool that is among the tools, which are {names}: pass it")
+    return chosen
+
+
+def name_in(choice: Any) -> str | None:
+    """Return the name of the function that a tool_choice names, if it names one."""
+    function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
+    name = function.get("name") if isinstance(function, dict) else None
+    return name if isinstance(name, str) else None
+
+
+def form_of_call(functions: list[dict], tokenizer, words) -> Form:
+    """Return the form of an answer that calls one of these functions."""
+    template = getattr(tokenizer, "response_template", None) or {}
+    field = template.get("fields", {}).get("tool_calls", {})
+    begin, end = text_of(field, "open"), text_of(field, "close")
+    calls = []
+    for function in functions:
+        schema = {"type": "object", **(function.get("parameters") or {"additionalProperties": False})}
+        try:
+            matcher_of(json.dumps(schema), words)
+        except ValueError as error:
+            raise ValueError(f"the parameters of the tool {function['name']!r} have {error}") from error
+        calls.append(f'{json.dumps(head(function))} {json_rule(schema)} "}}"')
+    begin_rule, end_rule = rule_of(begin, tokenizer), rule_of(end, tokenizer)
+    rule = RULE.format(begin=begin_rule, calls=" | ".join(calls), end=end_rule)
+    return Form("tool_choice", matcher_of_rule(rule, words), f"{begin}{head(functions[0])}{{}}}}{end}")
+
+
+def head(function: dict) -> str:
+    """Return the text of a call that stands before its arguments."""
+    return f'{{"name": {json.dumps(function["name"])}, "arguments": '
+
+
+def text_of(field: dict, name: str) -> str:
+    """Return a text by which a field opens or closes, without the white space that a pattern allows. A pattern of more
+    than that does not match it, which `check_call_is_read` sees."""
+    texts = field.get(name, field.get(f"{name}_pattern", "").replace(r"\s*", ""))
+    return texts if isinstance(texts, str) else texts[0]
+
+
+def rule_of(text: str, tokenizer) -> str:
+    """Return a rule for a text. The special tokens in it are named, since grammars write texts without such tokens."""
+    special = {token.content: number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    parts = re.split(f"({'|'.join(map(re.escape, special))})", text) if special else [text]
+    return " ".join(f"<[{special[part]}]>" if part in special else json.dumps(part) for part in parts if part)
+
+
+def check_call_is_read(form: Form, tokenizer, prompt: list[int]):
+    """Refuse a form that would not be read as a call behind this prompt, which may have opened thoughts."""
+    parser = parser_behind(tokenizer, prompt)
+    told = [] if parser is None else AnswerParts(None, StopTexts(None), parser).read(form.example, is_last=True)
+    if len(told) != 1 or not isinstance(told[0], ToolCall) or told[0].arguments != "{}":
+        raise ValueError(
+            "tool_choice can force no call here: behind this prompt the response_template of the model's tokenizer "
+            f'does not read {form.example!r} as one; pass tool_choice="auto"'
+        )
