@@ -34,10 +34,11 @@ HOW = (
     "weaker where it lies between 0 and that; the sign agrees where the interval lies above 0 and only overlaps that;"
     " not seen where it holds 0 and not half of the paper's size, or where no run has what the claim is about; it "
     "disagrees where the interval lies below 0. A bound, which is ours where the paper's number stands beside it, "
-    "agrees where the interval lies below it. Open: the interval does not decide, or there is one seed. Rows that one"
-    " measurement gives share its runs: they are no independent evidence. By construction: no model of this kind "
-    "could give another number; it is not counted. Where three seeds left claims open, some have six; their intervals"
-    " are then a little too narrow, since seeds were added by what was seen."
+    "agrees where the interval lies on the side that its words name, at most or at least. Open: the interval does not "
+    "decide, or there is one seed. Rows that one measurement gives share its runs: they are no independent evidence. "
+    "By construction: no model of this kind could give another number; it is not counted. Where three seeds left "
+    "claims open, some have six; their intervals are then a little too narrow, since seeds were added by what was "
+    "seen."
 )
 WORDS = {
     SIGN: "in sign alone",
