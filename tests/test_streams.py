@@ -148,13 +148,14 @@ def test_null_is_an_empty_text(folder, tmp_path, kind):
         budget.main([folder, *asked, "--num-loops", "2", "--device", "cpu", "--output", str(tmp_path / name)])
         results.append(json.loads((tmp_path / name / "budget.json").read_text())["curves"])
     assert results[0] == results[1]
-    (tmp_path / "number.jsonl").write_text('{"text": "a"}\n{"text": 3}\n')
-    with pytest.raises(ValueError, match="line 2: the field 'text' holds 3, which is no text"):
+    (tmp_path / "number.jsonl").write_text('{"text": "a"}\n\n{"text": 3}\n')
+    with pytest.raises(ValueError, match="line 3: the field 'text' holds 3, which is no text"):
         list(texts_of(str(tmp_path / "number.jsonl")))
 
 
 def test_texts_of_both_kinds_of_files(tmp_path):
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    lines = [json.dumps({"text": text}) for text in TEXTS]
+    (tmp_path / "a.jsonl").write_text("\n\n".join(lines) + "\n \n")  # blank lines are no texts
     Dataset.from_dict({"text": TEXTS, "number": range(5)}).to_parquet(tmp_path / "a.parquet")
     assert list(texts_of(str(tmp_path / "a.jsonl"))) == list(texts_of(str(tmp_path / "a.parquet"))) == TEXTS
     assert parse_stream(f"x={tmp_path / 'a.jsonl'}") == ("x", str(tmp_path / "a.jsonl"))

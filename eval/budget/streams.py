@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from looped_eval.common.model_folder import start_token
 from looped_eval.harness.looped_lm import LoopedLM
+from looped_recipes.common.files import lines_of
 from looped_recipes.common.token_losses import token_losses
 from looped_recipes.data.tokenizers import Encoder, bytes_before_a_text, token_bytes
 from looped_recipes.settings.yaml_files import shortly
@@ -63,15 +64,16 @@ def texts_of(path: str) -> Iterator[str]:
         return
     if not Path(path).is_file():
         raise ValueError(f"there is no file {path!r} (looked from {Path.cwd()})")
-    with open(path, encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            try:
-                text = json.loads(line)["text"]
-            except (json.JSONDecodeError, KeyError, TypeError) as error:
-                raise ValueError(f"{path}, line {number}: expected a JSON object with a field 'text'") from error
-            if not (text is None or isinstance(text, str)):
-                raise ValueError(f"{path}, line {number}: the field 'text' holds {shortly(text)}, which is no text")
-            yield text or ""
+    for number, line in enumerate(lines_of(path), start=1):
+        if not line.strip():
+            continue
+        try:
+            text = json.loads(line)["text"]
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise ValueError(f"{path}, line {number}: expected a JSON object with a field 'text'") from error
+        if not (text is None or isinstance(text, str)):
+            raise ValueError(f"{path}, line {number}: the field 'text' holds {shortly(text)}, which is no text")
+        yield text or ""
 
 
 def windows(tokenizer, texts: Iterable[str], length: int, limit: int | None = None, group: int = 1) -> torch.Tensor:
