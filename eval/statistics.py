@@ -18,6 +18,7 @@ from statistics import NormalDist, fmean
 
 import numpy as np
 
+from looped_eval.common.run_folder import folders_of
 from looped_eval.common.samples import Item, length_in, read_samples
 from looped_recipes.common.command_line import Parser, run_command, say_result, typed
 from looped_recipes.common.intervals import FEWEST, over_seeds, students_reach
@@ -165,16 +166,6 @@ def pair(first: list[Item], second: list[Item]) -> list[tuple[Item, Item]]:
             f"{list(b.candidates)}, of which {b.gold} is: evaluate both by the same version of the task"
         )
     return pairs
-
-
-def folders_of(argument: str) -> list[str]:
-    """Split A1,A2,A3 into the seeds of a model; a comma may also be in the name of a single folder."""
-    named = [argument] if Path(argument).exists() else argument.split(",")
-    if not all(named):
-        raise ValueError(f"{argument} has an empty name between commas: name a folder for each seed")
-    if len(set(named)) < len(named):
-        raise ValueError(f"{argument} names one folder twice: name each seed once")
-    return named
 
 
 def items_of(result: dict) -> str:

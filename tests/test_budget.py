@@ -230,7 +230,7 @@ def test_a_best_depth_of_few_folders_is_rarely_named_where_all_are_equally_good(
         for _ in range(folders):
             seed = draw.gauss(0.5, 0.002)
             found.append({"hop acc": {depth: (seed + draw.gauss(0, 0.01), 0.1) for depth in (1, 2, 4)}})
-        named += "is best" in best_depths(budget.over_seeds({"m": found}, of_means=True), folders={"m": found})
+        named += "is best" in best_depths(budget.mean_and_spread({"m": found}, of_means=True), folders={"m": found})
     assert named < 33  # of 20, and three standard deviations of that
 
 
@@ -238,13 +238,13 @@ def test_depths_of_folders_are_compared_in_pairs():
     """Folders differ by far more than their depths, always in the same direction. Models are not in pairs."""
     values = [(0.2, 0.301), (0.5, 0.598), (0.8, 0.902)]
     found = {"m": [{"hop acc": {1: (one, 0.1), 2: (two, 0.1)}} for one, two in values]}
-    said = best_depths(budget.over_seeds(found, of_means=True), folders=found)
+    said = best_depths(budget.mean_and_spread(found, of_means=True), folders=found)
     assert said == "hop acc is best at 2 loops (0.6003)."
     apart = {f"at {i}": [{"hop acc": {1: (pair[i], 0.1)}} for pair in values] for i in (0, 1)}
-    said = best_depths(budget.over_seeds(apart, of_means=True), folders=apart)
+    said = best_depths(budget.mean_and_spread(apart, of_means=True), folders=apart)
     assert said.endswith("at best for at 1, at 1 loop, and nowhere clearly worse.")
     apart["at 0"] = apart["at 0"][:1]  # tells no difference of folders
-    assert "is highest for at 1" in best_depths(budget.over_seeds(apart, of_means=True), folders=apart)
+    assert "is highest for at 1" in best_depths(budget.mean_and_spread(apart, of_means=True), folders=apart)
 
 
 def test_one_text_has_no_standard_error(folders, tmp_path, capsys):
@@ -356,7 +356,8 @@ def test_core(folders, tmp_path):
     (["{model}", "--text", "{text}", "--loops", "0,3"], "num_loops=0,3 is no depth"),
     (["{model}"], "nothing to measure"),
     (["x={model}", "x={model}", "--text", "{text}"], "a name of its own"),
-    (["x={model},", "--text", "{text}"], "write DIR or NAME=DIR"),
+    (["x={model},", "--text", "{text}"], "an empty name between commas"),
+    (["x={model},{model}", "--text", "{text}"], "names one folder twice"),
     (["{model}", "--text", "{config}"], "line 1: expected a JSON object with a field 'text'"),
     (["{model}", "{missing}", "--text", "{text}"], "no config.json was found"),
     (["{model}", "--core", "{missing}"], "is no evaluation bundle"),
@@ -383,6 +384,10 @@ def test_names_of_models(tmp_path, monkeypatch):
     (tmp_path / "own").mkdir()
     (tmp_path / "latest").symlink_to("own", target_is_directory=True)
     assert budget.parse_models([str(tmp_path / "latest")]) == {"latest": [str(tmp_path / "latest")]}
+    of_a_sweep = tmp_path / "betas=[0.9, 0.95]"  # as `looped sweep` names the folder of a run
+    of_a_sweep.mkdir()
+    assert budget.parse_models([str(of_a_sweep)]) == {of_a_sweep.name: [str(of_a_sweep)]}
+    assert budget.parse_models([f"b={of_a_sweep}"]) == {"b": [str(of_a_sweep)]}
     monkeypatch.chdir(tmp_path / "own")
     assert budget.parse_models(["final"]) == {"own": ["final"]} and budget.parse_models(["."]) == {"own": ["."]}
 

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from looped_eval.common.curves import Curves, Point, draw, more_is_better, of_few_questions, table
 from looped_eval.common.findings import best_depths
 from looped_eval.common.model_folder import model_folder
-from looped_eval.common.run_folder import name_of
+from looped_eval.common.run_folder import folders_of, name_of
 from looped_eval.common.task_names import TASKS, tasks_of
 from looped_eval.core.bundle import read_tasks
 from looped_eval.core.command import core_scores
@@ -47,9 +47,9 @@ def parse_models(arguments: list[str]) -> dict[str, list[str]]:
         name, _, folders = argument.partition("=")
         if not folders or "/" in name:  # a folder, whose name may hold an equals sign
             name, folders = name_of(argument), argument
-        if name in models or not all(folders.split(",")):
+        if name in models:
             raise ValueError(f"{argument!r}: write DIR or NAME=DIR,DIR,... with a name of its own for each model")
-        models[name] = folders.split(",")
+        models[name] = folders_of(folders)
     return models
 
 
@@ -207,7 +207,7 @@ def measure(
     return {name: points[""] for name, points in curves.items()}, better, few
 
 
-def over_seeds(found: dict[str, list[dict[str, dict[int, Point]]]], of_means: bool = False) -> Curves:
+def mean_and_spread(found: dict[str, list[dict[str, dict[int, Point]]]], of_means: bool = False) -> Curves:
     """Return mean and standard deviation over the folders of each model, or with `of_means` the standard error of the
     mean; for one folder, value and standard error."""
     curves: Curves = {}
@@ -316,7 +316,7 @@ def main(arguments: list[str] | None = None):
             found[name].append(points)
             better |= of_tasks
             few |= of_few
-    curves = over_seeds(found)
+    curves = mean_and_spread(found)
     lossy = {} if one_tokenizer else lossy_models(rows)
     precision, sizes = precision_curves(rows, depths, lossy), sizes_of(next(iter(rows.values()))[0])
     tables = [table(curves), *([table(precision)] if precision else [])]
@@ -337,5 +337,5 @@ def main(arguments: list[str] | None = None):
     draw(with_kinds(curves, kinds), args.output / "budget.svg")
     print(f"written: {args.output / 'budget.md'}, budget.json and budget.svg")
     first = next(iter(models.values()))[0]
-    means = {name: of for name, of in over_seeds(found, of_means=True).items() if name not in per_token}
+    means = {name: of for name, of in mean_and_spread(found, of_means=True).items() if name not in per_token}
     say_result(best_depths(without(lossy, means), better, found, few), typed("looped halting", first))

@@ -162,3 +162,13 @@ def runs_in(folder: Path) -> list[Path]:
     if (folder / "metrics.jsonl").exists():
         return [folder]
     return sorted(path.parent for path in folder.glob("*/metrics.jsonl")) or [folder]
+
+
+def folders_of(argument: str) -> list[str]:
+    """Split A1,A2,A3 into the seeds of a model; a comma may also be in the name of a single folder."""
+    named = [argument] if Path(argument).exists() else argument.split(",")
+    if not all(named):
+        raise ValueError(f"{argument} has an empty name between commas: name a folder for each seed")
+    if len(set(named)) < len(named):
+        raise ValueError(f"{argument} names one folder twice: name each seed once")
+    return named
