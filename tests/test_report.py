@@ -346,7 +346,10 @@ def test_task_results_of_every_depth(tmp_path):
     assert set(found) == {"hop acc", "hop acc_norm"} and few == set() and len(unread) == 2
     assert chance == {"hop acc": 0.5, "hop acc_norm": 0.5}
     page = page_of(run)
-    assert "first: 1 of 2 accuracies is above chance at the best depth." in page.text and "chance (0.5)" in page.text
+    assert (
+        "first: 1 of 1 accuracies is above chance at the best depth; 1 is left out," in page.text
+        and "chance (0.5)" in page.text
+    )
     where = page.cells.index("hop acc")
     assert (
         page.cells[where + 2] == "0.2500\xa0±\xa00.0100"
@@ -355,9 +358,14 @@ def test_task_results_of_every_depth(tmp_path):
 
 
 def test_the_same_accuracy_with_and_without_an_error():
-    """Of equal ones the least sure counts; of some results lm-eval gives no standard error."""
+    """Of equal ones the least sure counts; of some results lm-eval gives no standard error, and alone they tell
+    nothing."""
     found = {"hop acc": {"run": {1: (0.75, None), 2: (0.75, 0.25), 4: (0.5, None)}}}
     assert above_chance(found, {"hop acc": 0.5}) == ["run: 0 of 1 accuracies are above chance at the best depth."]
+    alone = {"hop acc": {"run": {1: (0.5001, None), 2: (0.25, 0.125)}}}
+    left_out = "1 is left out, of fewer than 20 questions or without a standard error."
+    (said,) = above_chance(alone, {"hop acc": 0.5})
+    assert said == f"run: 0 of 0 accuracies are above chance at the best depth; {left_out}"
 
 
 def test_models_that_guess_are_rarely_above_chance():
@@ -392,10 +400,15 @@ def save_results(path, accuracy: float, config: dict, **others):
 
 def test_the_newest_result_is_that_of_the_latest_time(tmp_path):
     run = make_run(tmp_path / "first")
-    for name, accuracy, age in (("a", 0.5, 0), ("b", 0.25, 60)):
+    # lm-eval's names hold the time, which a copy keeps, unlike the time of the file
+    dated = (("2026-02-01T00-00-00.000000", 0.5, 60), ("2026-01-01T00-00-00.000000", 0.25, 0))
+    for name, accuracy, age in (("a", 0.125, 0), ("b", 0.75, 90), *dated):
         save_results(run / f"eval/results_{name}.json", accuracy, {"num_loops": 2})
         os.utime(run / f"eval/results_{name}.json", (1e9 - age, 1e9 - age))
     assert results_of(RunFolder(run, "first"))[0]["hop acc"] == {"": {2: (0.5, 0.01)}}
+    for path in run.glob("eval/results_2026*"):
+        path.unlink()
+    assert results_of(RunFolder(run, "first"))[0]["hop acc"] == {"": {2: (0.125, 0.01)}}
 
 
 def test_results_of_other_settings_are_curves_of_their_own(tmp_path):

@@ -13,6 +13,10 @@ from looped_recipes.common.words import counted
 
 Point = tuple[float, float | None]
 Curves = dict[str, dict[str, dict[int, Point]]]
+PLACE_AND_SPEED = {  # model arguments of lm-eval that change no result
+    "batch_size", "max_batch_size", "logits_cache", "parallelize", "max_memory_per_gpu", "max_cpu_memory",
+    "offload_folder", "tp_plan",
+}  # fmt: skip
 UNITS = ("bits per byte", "cross-entropy", "perplexity")
 CHOICES = {  # answers per question of public tasks: guessing scores 1 over this; nearly all questions of ARC have 4
     "arc_challenge": 4,

@@ -6,15 +6,14 @@ from pathlib import Path
 import torch
 from lm_eval.models.huggingface import HFLM
 
+from looped_eval.common.curves import PLACE_AND_SPEED
 from looped_recipes.common.checksums import LIST, checksum, read_sealed
 
 
 WEIGHTS = (".safetensors", ".bin", ".gguf")
 READ_FILES = (*WEIGHTS, ".json", ".model", ".txt")  # files of a model, tokenizer or adapter that decide answers
-CHANGE_NO_ANSWER = {  # arguments of HFLM for place and speed, and those whose effect is read from the loaded model
-    "pretrained", "dtype", "mixed_precision_dtype", "max_length", "batch_size", "max_batch_size", "logits_cache",
-    "parallelize", "max_memory_per_gpu", "max_cpu_memory", "offload_folder", "tp_plan",
-}  # fmt: skip
+# the effect of the others is read from the loaded model
+CHANGE_NO_ANSWER = {*PLACE_AND_SPEED, "pretrained", "dtype", "mixed_precision_dtype", "max_length"}
 
 # attributes of modules that change answers where no weight changes; all but the first are of PEFT's layers
 OF_MODULES = ("training", "_active_adapter", "_disable_adapters", "merged_adapters", "scaling")

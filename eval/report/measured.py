@@ -9,6 +9,7 @@ from statistics import NormalDist
 from looped_eval.common import curves
 from looped_eval.common.page import Charts, Finding, Folded, Heading, Section, Table, Text, single_numbers
 from looped_eval.common.run_folder import RunFolder
+from looped_eval.common.samples import WRITTEN_AT
 from looped_eval.diagnose import page as diagnose_page
 from looped_eval.diagnose.readings import READINGS
 from looped_eval.halting import page as halting_page
@@ -20,8 +21,8 @@ from .about import depth_table, missing, number
 
 
 TOLD_APART = {  # model arguments that are read from other fields of the results, or that change no result
-    "pretrained", "num_loops", "exit_criterion", "exit_threshold", "min_loops", "exit_selection", "dtype", "device",
-    "batch_size", "max_batch_size", "logits_cache", "answers", "trust_remote_code", "parallelize",
+    *curves.PLACE_AND_SPEED, "pretrained", "num_loops", "exit_criterion", "exit_threshold", "min_loops",
+    "exit_selection", "dtype", "device", "answers", "trust_remote_code",
 }  # fmt: skip
 
 
@@ -31,7 +32,7 @@ def results_of(run: RunFolder) -> tuple[curves.Curves, dict[str, float], set[tup
     from other settings of the metric, in words."""
     found: dict[str, dict[tuple, dict[int, curves.Point]]] = {}
     chance, few, unread = {}, set(), []
-    for path in sorted(run.own_files("results*.json"), key=lambda path: (path.stat().st_mtime, str(path))):
+    for path in sorted(run.own_files("results*.json"), key=time_of):
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             measured = [
@@ -50,6 +51,12 @@ def results_of(run: RunFolder) -> tuple[curves.Curves, dict[str, float], set[tup
     said = {name: in_words(of_settings) for name, of_settings in found.items()}
     few = {(name, words) for name in said for setting, words in zip(found[name], said[name]) if (name, setting) in few}
     return said, chance, few, unread
+
+
+def time_of(path: Path) -> tuple:
+    """Return what orders results by time: the time in lm-eval's name for them, which copies keep. Others are older."""
+    written = WRITTEN_AT.search(path.stem)
+    return written[1] if written else "", path.stat().st_mtime, str(path)
 
 
 def depth_of_results(path: Path, content: dict) -> int | None:
@@ -129,19 +136,23 @@ def accuracy(runs: list[RunFolder]) -> Section:
 
 def above_chance(found: curves.Curves, chance: dict[str, float], few: Collection[tuple[str, str]] = ()) -> list[str]:
     """Say for each run how many accuracies are above guessing at their best depth: by more than the best of so many
-    depths is by chance in about 1 of 40 cases. few: (measure, run) of few questions, which are left out."""
+    depths is by chance in about 1 of 40 cases. few: (measure, run) of few questions, which are left out, as are best
+    accuracies without an error."""
     sentences = []
     for run in dict.fromkeys(name for series in found.values() for name in series):
         known = [measure for measure, series in found.items() if run in series and measure in chance]
-        compared, above = [measure for measure in known if (measure, run) not in few], 0
-        for measure in compared:
+        compared = above = 0
+        for measure in known:
             points = found[measure][run].values()
-            value, error = max((value, error or 0.0) for value, error in points)
+            value, error = max(points, key=lambda point: (point[0], point[1] or 0.0))
+            if error is None or (measure, run) in few:
+                continue
+            compared += 1
             above += value - NormalDist().inv_cdf(1 - 0.025 / len(points)) * error > chance[measure]
         if known:
-            which = f"{above} of {len(compared)} accuracies {'is' if above == 1 else 'are'}"
-            left = len(known) - len(compared)
-            left_out = f"; {left} {'is' if left == 1 else 'are'} left out, of fewer than {FEWEST} questions"
+            which = f"{above} of {compared} accuracies {'is' if above == 1 else 'are'}"
+            left, why = len(known) - compared, f"of fewer than {FEWEST} questions or without a standard error"
+            left_out = f"; {left} {'is' if left == 1 else 'are'} left out, {why}"
             sentences.append(f"{run}: {which} above chance at the best depth{left_out * (left > 0)}.")
     return sentences
 
