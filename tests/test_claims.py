@@ -59,7 +59,7 @@ from looped_eval.diagnose.readout_probes import future_signal, radial_gradient, 
 from looped_eval.diagnose.theorems import gaussian, of_stack
 from looped_eval.halting.calibration import Measured
 from looped_eval.tasks.answering import answer
-from looped_recipes.common.intervals import over_seeds
+from looped_recipes.common.intervals import level_of_chosen, over_seeds
 from looped_recipes.common.measures import token_rms, update_parts
 from looped_recipes.common.metrics import read_metrics
 from looped_recipes.common.token_losses import next_token_losses
@@ -1187,6 +1187,13 @@ def test_spreads_of_unequal_numbers_of_seeds():
 
 def test_five_seeds_of_which_one_collapsed_bound_nothing():
     assert over_seeds([0.5, 0.6, 0.7, 0.5, math.inf]) == (0.6, -math.inf, math.inf, 5)  # 1 - 2^-4 is less than 95 %
+
+
+def test_the_interval_of_a_median_that_was_chosen_among_ten():
+    """Six seeds hold it with 1 - 2^-5: enough for 95 %, but not for the 99.5 % that ten candidates need."""
+    values = [1.0, 2.0, 3.0, 4.0, 5.0, math.inf]
+    assert over_seeds(values) == (3.0, 1.0, math.inf, 6)
+    assert over_seeds(values, level_of_chosen(10)) == (3.0, -math.inf, math.inf, 6)
 
 
 def test_a_loss_that_rises_with_loops_is_a_change():

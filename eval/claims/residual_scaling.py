@@ -6,7 +6,7 @@ from functools import partial
 from statistics import fmean
 
 from looped_recipes.common.chart import Chart, Line, Matrix
-from looped_recipes.common.intervals import over_seeds
+from looped_recipes.common.intervals import level_of_chosen, over_seeds
 
 from .definition import SIX_SEEDS, Claim, Figure, Measurement, Paper, each_seed
 from .functions import function
@@ -53,7 +53,7 @@ def of_each_step(content: dict, number: Callable[..., float | None]) -> list[Est
     return (
         []
         if not seeds or any(None in each for each in values)
-        else [over_seeds(each, candidates=len(steps)) for each in values]
+        else [over_seeds(each, level_of_chosen(len(steps))) for each in values]
     )
 
 

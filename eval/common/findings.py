@@ -5,7 +5,7 @@ import re
 from collections.abc import Collection
 from statistics import NormalDist, stdev
 
-from looped_recipes.common.intervals import students_reach
+from looped_recipes.common.intervals import level_of_chosen, students_reach
 from looped_recipes.common.words import counted, percent
 
 from .curves import Curves, Point
@@ -122,10 +122,11 @@ def by_chance(best: tuple, worst: tuple, of_folders: list[list[float]], pairs: i
         return NormalDist().inv_cdf(1 - 0.025 / pairs) * error
     if fewest == 1:
         return None
+    level = level_of_chosen(pairs)
     if best[2] == worst[2]:
         differences = [ours - theirs for ours, theirs in zip(*of_folders)]
-        return students_reach(stdev(differences) / math.sqrt(fewest), fewest - 1, pairs)
-    return students_reach(error, 2 * (fewest - 1), pairs)
+        return students_reach(stdev(differences) / math.sqrt(fewest), fewest - 1, level)
+    return students_reach(error, 2 * (fewest - 1), level)
 
 
 def best_depth(values: dict[int, float], trained: int | None, unit: str) -> str:

@@ -23,10 +23,8 @@ class Estimate(NamedTuple):
         return said if self.low is None else f"{said} [{self.low:.3g}, {self.high:.3g}]"
 
 
-def over_seeds(values: Iterable[float], candidates: int = 1, level: float = LEVEL) -> Estimate:
+def over_seeds(values: Iterable[float], level: float = LEVEL) -> Estimate:
     """Return the mean over seeds with Student's interval.
-
-    candidates: the number of means from which this one was chosen by its value.
 
     Where some values are infinite because runs collapsed, return the median instead, with an interval from the least
     to the greatest value. This interval contains the median of all possible seeds with a probability of 1 - 2^(1 - n),
@@ -43,16 +41,18 @@ def over_seeds(values: Iterable[float], candidates: int = 1, level: float = LEVE
     mean = fmean(values)
     if len(values) < 2:
         return Estimate(mean, None, None, len(values))
-    reach = students_reach(stdev(values) / len(values) ** 0.5, len(values) - 1, candidates, level)
+    reach = students_reach(stdev(values) / len(values) ** 0.5, len(values) - 1, level)
     return Estimate(mean, mean - reach, mean + reach, len(values))
 
 
-def students_reach(standard_error: float, degrees: float, candidates: int = 1, level: float = LEVEL) -> float:
-    """Return the distance from an estimate to either end of its interval.
+def level_of_chosen(candidates: int) -> float:
+    """Return the level for the interval of one of so many estimates that was chosen by its value (Bonferroni)."""
+    return 1 - (1 - LEVEL) / candidates
 
-    candidates: the number of estimates from which this one was chosen by its value (Bonferroni).
-    """
-    return students_quantile(1 - (1 - level) / (2 * candidates), degrees) * standard_error
+
+def students_reach(standard_error: float, degrees: float, level: float = LEVEL) -> float:
+    """Return the distance from an estimate to either end of its interval."""
+    return students_quantile(1 - (1 - level) / 2, degrees) * standard_error
 
 
 @cache
