@@ -185,6 +185,14 @@ def test_one_run_at_a_time(tmp_path):
         assert (tmp_path / "run").is_dir()
 
 
+def test_another_process_does_not_look_into_a_folder_that_the_first_removes(tmp_path, monkeypatch):
+    """It would end with the error of a folder that is gone, instead of the run's own."""
+    with pytest.raises(KeyError, match="the run's own"), only_run(tmp_path / "run"):
+        monkeypatch.setattr("looped_recipes.engine.saving.is_main_process", lambda: False)
+        monkeypatch.setattr("pathlib.Path.iterdir", lambda folder: folder.parent.joinpath("gone").stat())
+        raise KeyError("the run's own")
+
+
 def test_no_checkpoint_is_none(tmp_path):
     assert latest_checkpoint(tmp_path / "missing") is None
 

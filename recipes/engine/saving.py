@@ -92,7 +92,7 @@ def only_run(folder: Path):
         try:
             yield
         finally:
-            nothing_began = folder.is_dir() and [path.name for path in folder.iterdir()] == [".lock"]
-            if nothing_began and is_main_process():
+            # no other process looks into a folder that this one may be removing
+            if is_main_process() and folder.is_dir() and [path.name for path in folder.iterdir()] == [".lock"]:
                 (folder / ".lock").unlink()
                 folder.rmdir()
