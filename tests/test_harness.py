@@ -338,6 +338,15 @@ def test_a_document_has_one_start_token_also_where_the_tokenizer_adds_its_own(mo
     assert found["own"] == found["none"]
 
 
+def test_no_bar_is_drawn_where_none_is_wanted(model, capsys):
+    lm = LoopedLM(model, num_loops=1, device="cpu")
+    capsys.readouterr()  # the bar of loading
+    lm.loglikelihood([scored("a")], disable_tqdm=True)
+    lm.loglikelihood_rolling([Instance("loglikelihood_rolling", {}, ("a b",), 0)], disable_tqdm=True)
+    lm.generate_until([asked_to_write("a"), asked_to_write("b", temperature=0.5)], disable_tqdm=True)
+    assert "it/s" not in capsys.readouterr().err
+
+
 def test_texts_that_differ_in_their_last_token_alone(model):
     lm = LoopedLM(model, num_loops=[1, 2], batch_size=2, device="cpu")
     texts = [[3, 4, 5], [3, 4, 6]]

@@ -15,6 +15,7 @@ import logging
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Collection
+from functools import partial
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -254,10 +255,12 @@ class LoopedLM(HFLM):
         return [found[key].value for key in keys]
 
     def loglikelihood(self, requests, disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        return self._recall("loglikelihood", requests, lambda missing: super(LoopedLM, self).loglikelihood(missing))
+        score = partial(super().loglikelihood, disable_tqdm=disable_tqdm)
+        return self._recall("loglikelihood", requests, score)
 
     def loglikelihood_rolling(self, requests, disable_tqdm: bool = False) -> list[float]:
-        return self._recall("loglikelihood_rolling", requests, self._score_documents)
+        score = partial(self._score_documents, disable_tqdm=disable_tqdm)
+        return self._recall("loglikelihood_rolling", requests, score)
 
     def generate_until(self, requests, disable_tqdm: bool = False) -> list[str]:
         """Recall or store greedy texts; generate sampled texts anew each time."""
@@ -266,9 +269,10 @@ class LoopedLM(HFLM):
         is_sampled = [self._is_sampled(request.args[1]) for request in requests]
         greedy = [request for request, sampled in zip(requests, is_sampled) if not sampled]
         others = [request for request, sampled in zip(requests, is_sampled) if sampled]
-        recalled = iter(self._recall("generate_until", greedy, super().generate_until))
+        generate = partial(super().generate_until, disable_tqdm=disable_tqdm)
+        recalled = iter(self._recall("generate_until", greedy, generate))
         self._sampled_loops: dict[str, Loops] = {}
-        new = iter(super().generate_until(others, disable_tqdm) if others else ())
+        new = iter(generate(others) if others else ())
         for request in others:
             self._count(request, *self._sampled_loops[name_of(request.args)])
         return [next(new if sampled else recalled) for sampled in is_sampled]
@@ -296,15 +300,15 @@ class LoopedLM(HFLM):
         would be scored behind it as the first token of the text."""
         return self.tok_encode(text, add_special_tokens=False)
 
-    def _score_documents(self, requests):
+    def _score_documents(self, requests, disable_tqdm: bool):
         documents = [self.tokens_of_document(request.args[0]) for request in requests]
-        for request, document, sums in zip(requests, documents, self.score_documents(documents)):
+        for request, document, sums in zip(requests, documents, self.score_documents(documents, disable_tqdm)):
             for depth, (log_p, _, loops) in zip(self.depths, sums.tolist()):
                 answer = Answer(log_p, int(loops), len(document))
                 self._keep("loglikelihood_rolling", request.args, depth, answer)
         self._write_kept()
 
-    def score_documents(self, documents: list[list[int]]) -> list[torch.Tensor]:
+    def score_documents(self, documents: list[list[int]], disable_tqdm: bool = False) -> list[torch.Tensor]:
         """Return for each document the sums of `score_tokens`, [depths, 3], but greedy misses are not always counted.
         Each token is predicted once, from as much of its document as fits.
         """
@@ -314,7 +318,7 @@ class LoopedLM(HFLM):
                 windows.append((number, *make_disjoint_window(window)))
         sums = torch.zeros(len(self.depths), 3, len(documents), dtype=torch.float64)
         owners = torch.tensor([number for number, *_ in windows], dtype=torch.long)
-        sums.index_add_(2, owners, self.score_tokens(windows, is_text=True))
+        sums.index_add_(2, owners, self.score_tokens(windows, disable_tqdm, is_text=True))
         return list(sums.unbind(2))
 
     @torch.no_grad()
