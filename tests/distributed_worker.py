@@ -38,7 +38,6 @@ from looped_recipes.engine.export import export_model
 from looped_recipes.engine.optimizers import (
     apply_step_settings,
     build_optimizers,
-    build_schedulers,
     set_learning_rates,
 )
 from looped_recipes.engine.saving import CheckpointError
@@ -95,7 +94,7 @@ def train(
     is_sharded = all(isinstance(parameter, DTensor) for parameter in wrapped.parameters())
     assert fsdp is None or is_sharded == (fsdp and accelerator.num_processes > 1)
     assert accelerator.is_fsdp2 == is_sharded
-    schedulers = build_schedulers(optimizers, ScheduleConfig("wsd", warmup_steps=1, decay_fraction=0.5), TOTAL_STEPS)
+    schedule = ScheduleConfig("wsd", warmup_steps=1, decay_fraction=0.5)
     if load is not None:
         evaluate(wrapped)
         assert load_checkpoint(load, wrapped, optimizers)["step"] == steps[0]
@@ -130,7 +129,7 @@ def train(
         add_up_gradients(bare(wrapped))
         clip_gradients(wrapped, 1.0)
         apply_step_settings(optimizers, step, settings, TOTAL_STEPS)
-        set_learning_rates(schedulers, step)
+        set_learning_rates(optimizers, schedule, TOTAL_STEPS, step)
         for each in optimizers:
             each.step()
             each.zero_grad()

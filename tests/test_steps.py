@@ -19,7 +19,7 @@ from looped_recipes.engine.distributed import make_accelerator
 from looped_recipes.engine.finite import Divergence
 from looped_recipes.engine.interruption import Interruption
 from looped_recipes.engine.monitor import Monitor
-from looped_recipes.engine.optimizers import build_optimizers, build_schedulers
+from looped_recipes.engine.optimizers import build_optimizers
 from looped_recipes.engine.reports import StepReports
 from looped_recipes.engine.run_checkpoints import Progress
 from looped_recipes.engine.step import Steps
@@ -63,8 +63,7 @@ def steps(monkeypatch):
         tokens = np.random.default_rng(0).integers(0, 64, 20 * length)
         rows = plain_rows([tokens], length, length, start=1, token_bytes=torch.ones(64))
         optimizers = [accelerator.prepare_optimizer(each) for each in build_optimizers(model, recipe.optimizer, 10)]
-        schedulers = build_schedulers(optimizers, recipe.schedule, 10)
-        return Steps(recipe, accelerator, model, optimizers, schedulers, Batches(recipe, model, rows, accelerator), 10)
+        return Steps(recipe, accelerator, model, optimizers, Batches(recipe, model, rows, accelerator), 10)
 
     return make
 

@@ -17,7 +17,7 @@ from looped_recipes.engine.batches import Batches
 from looped_recipes.engine.behind import Behind
 from looped_recipes.engine.distributed import make_accelerator
 from looped_recipes.engine.interruption import Interruption
-from looped_recipes.engine.optimizers import build_optimizers, build_schedulers
+from looped_recipes.engine.optimizers import build_optimizers
 from looped_recipes.engine.step import Steps
 from looped_recipes.settings.recipe import load_recipe
 from modeling_looped import LoopedForCausalLM
@@ -68,8 +68,7 @@ def steps_on_meta(accelerator, name: str, *settings: str) -> Steps:
     length = recipe.data.sequence_length
     rows = plain_rows([tokens], length, length, start=1, token_bytes=torch.ones(64))
     optimizers = build_optimizers(model, recipe.optimizer, 10)
-    schedulers = build_schedulers(optimizers, recipe.schedule, 10)
-    return Steps(recipe, accelerator, model, optimizers, schedulers, Batches(recipe, model, rows, accelerator), 10)
+    return Steps(recipe, accelerator, model, optimizers, Batches(recipe, model, rows, accelerator), 10)
 
 
 def assert_nothing_is_read(steps: Steps):

@@ -5,24 +5,19 @@ norms, gates, biases, injection and readout projection (Parcae, table 20). Setti
 the step number only, so that a resumed run needs no other state.
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR
-from transformers.optimization import (
-    get_constant_schedule_with_warmup,
-    get_cosine_with_min_lr_schedule_with_warmup,
-)
 
 from looped_recipes.common.measures import by_mesh
 from looped_recipes.settings.recipe import OptimizerConfig, Recipe, RecipeError, ScheduleConfig
-from looped_recipes.settings.relations import check_schedule, decay_steps_of
+from looped_recipes.settings.relations import decay_steps_of
 from modeling_looped.loop_parameters import parameters_by_loop
 
-from .distributed import bare_optimizer
 from .muon import NorMuon, SharedMuon
 from .stable_adamw import StableAdamW
 
@@ -43,6 +38,8 @@ def build_optimizers(model: nn.Module, config: OptimizerConfig, total_steps: int
         optimizers.append(adamw(groups, config, clipped_together(model, config)))
     if not optimizers:
         raise RecipeError("the model has no parameter that requires gradients: there is nothing to train")
+    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+        group["initial_lr"] = group["lr"]
     apply_step_settings(optimizers, 0, config, total_steps)
     return optimizers
 
@@ -175,53 +172,29 @@ def apply_step_settings(optimizers: list[torch.optim.Optimizer], step: int, conf
                 group["weight_decay"] = decay * group["decay_factor"]
 
 
-def build_schedulers(
-    optimizers: list[torch.optim.Optimizer], config: ScheduleConfig, total_steps: int
-) -> list[LambdaLR]:
-    """Build one schedule per optimizer; all base rates get the same factor. `set_learning_rates` sets the step."""
-    check_schedule(config, total_steps)
-    decay_steps = decay_steps_of(config, total_steps)
-    schedulers = []
-    for optimizer in optimizers:
-        optimizer = bare_optimizer(optimizer)
-        if config.name == "constant":
-            scheduler = get_constant_schedule_with_warmup(optimizer, config.warmup_steps)
-        elif config.name == "cosine":
-            scheduler = get_cosine_with_min_lr_schedule_with_warmup(
-                optimizer, config.warmup_steps, total_steps, min_lr_rate=config.final_ratio
-            )
-        else:
-            spans = {"warmup": config.warmup_steps, "decay": decay_steps, "total": total_steps}
-            scheduler = LambdaLR(optimizer, partial(warm_up_stay_decay, **spans, final_ratio=config.final_ratio))
-        schedulers.append(scheduler)
-    return schedulers
-
-
-def warm_up_stay_decay(step: int, warmup: int, decay: int, total: int, final_ratio: float) -> float:
-    """Return the factor of the base rate. transformers' schedule of this kind starts its warm-up at the final ratio,
-    not at 0."""
-    if step < warmup:
-        return step / warmup
-    if step < total - decay:
-        return 1.0
-    progress = (step - (total - decay)) / max(1, decay)
-    return (1 - progress) * (1 - final_ratio) + final_ratio
-
-
-def set_learning_rates(schedulers: list[LambdaLR], step: int):
-    """Set the learning rates of `step`, counted from 0; they do not depend on the step before."""
-    for scheduler in schedulers:
-        scheduler.last_epoch = step
-        rates = [base * factor(step) for base, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas)]
-        for group, rate in zip(scheduler.optimizer.param_groups, rates):
-            group["lr"] = rate
-        scheduler._last_lr = rates  # returned by get_last_lr
-
-
 def rate_factor(config: ScheduleConfig, total_steps: int, step: int) -> float:
-    """Return the part of the base rates that a schedule gives at a step."""
-    (scheduler,) = build_schedulers([torch.optim.SGD([torch.zeros(1)], lr=1.0)], config, total_steps)
-    return scheduler.lr_lambdas[0](step)
+    """Return the part of the base rates that a schedule gives at a step, counted from 0."""
+    if step < config.warmup_steps:
+        return step / config.warmup_steps
+    if config.name == "constant":
+        return 1.0
+    if config.name == "cosine":
+        done = (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps)
+        left = (1 + math.cos(math.pi * done)) / 2
+    else:
+        decay_steps = decay_steps_of(config, total_steps)
+        begin = total_steps - decay_steps
+        if step < begin:
+            return 1.0
+        left = 1 - (step - begin) / max(1, decay_steps)
+    return left * (1 - config.final_ratio) + config.final_ratio
+
+
+def set_learning_rates(optimizers: list[torch.optim.Optimizer], config: ScheduleConfig, total_steps: int, step: int):
+    """Set the learning rates of `step`; they do not depend on the step before."""
+    factor = rate_factor(config, total_steps, step)
+    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+        group["lr"] = group["initial_lr"] * factor
 
 
 def learning_rates(optimizers: list[torch.optim.Optimizer]) -> dict[str, float]:

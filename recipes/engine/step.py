@@ -41,12 +41,11 @@ class Report(NamedTuple):
 
 
 class Steps:
-    """Computes the steps of a run. `optimizers` and `model` come from `distribute`, `schedulers` from
-    `build_schedulers`."""
+    """Computes the steps of a run. `optimizers` and `model` come from `distribute`."""
 
-    def __init__(self, recipe: Recipe, accelerator, model, optimizers, schedulers, batches: Batches, total_steps: int):
+    def __init__(self, recipe: Recipe, accelerator, model, optimizers, batches: Batches, total_steps: int):
         self.recipe, self.accelerator, self.model, self.batches = recipe, accelerator, model, batches
-        self.optimizers, self.schedulers, self.total_steps = optimizers, schedulers, total_steps
+        self.optimizers, self.total_steps = optimizers, total_steps
         self.labels: tuple[int, torch.Tensor | None] = (-1, None)  # (step, number of its labels on all processes)
 
     @property
@@ -96,7 +95,7 @@ class Steps:
             known.update(own_metrics(bare(self.model)))
         norm = self.clip()
         apply_step_settings(self.optimizers, step, self.recipe.optimizer, self.total_steps)
-        set_learning_rates(self.schedulers, step)
+        set_learning_rates(self.optimizers, self.recipe.schedule, self.total_steps, step)
         known |= learning_rates(self.optimizers)
         return Report(step, known, Behind(torch.cat([told[:2], norm.to(told)[None]])))
 

@@ -34,7 +34,7 @@ from looped_recipes.engine.export import export_model
 from looped_recipes.engine.finite import ADVICE, Divergence
 from looped_recipes.engine.interruption import Interrupted, Interruption
 from looped_recipes.engine.monitor import Monitor
-from looped_recipes.engine.optimizers import build_optimizers, build_schedulers, rate_factor
+from looped_recipes.engine.optimizers import build_optimizers, rate_factor
 from looped_recipes.engine.peers import main_process_first
 from looped_recipes.engine.profiling import Profile
 from looped_recipes.engine.publish import create_repository, model_card, push
@@ -47,6 +47,7 @@ from looped_recipes.engine.taper import Taper
 from looped_recipes.engine.validation import validate
 from looped_recipes.settings.operations import Operations
 from looped_recipes.settings.recipe import Recipe
+from looped_recipes.settings.relations import check_schedule
 from looped_recipes.settings.run_checks import check_run, note_on_windows
 from looped_recipes.settings.sections import ScheduleConfig
 
@@ -82,6 +83,7 @@ class Pretraining:
         self.data.tokenizer.model_max_length = self.config.max_position_embeddings
         self.operations = Operations(recipe, self.config)
         self.total_steps = self.operations.num_steps(len(self.data.train))
+        check_schedule(recipe.schedule, self.total_steps)
         self.batches = Batches(recipe, self.model, self.data.train, self.accelerator)
         self.model.train()
         take_options(self.model, training, self.accelerator.mixed_precision)
@@ -91,10 +93,7 @@ class Pretraining:
             lambda model: build_optimizers(model, recipe.optimizer, self.total_steps),
         )
         self.bare = bare(self.model)
-        schedulers = build_schedulers(self.optimizers, recipe.schedule, self.total_steps)
-        self.steps = Steps(
-            recipe, self.accelerator, self.model, self.optimizers, schedulers, self.batches, self.total_steps
-        )
+        self.steps = Steps(recipe, self.accelerator, self.model, self.optimizers, self.batches, self.total_steps)
         tapers = self.config.readout_norm == "taper"
         self.taper = Taper(self.bare.model.norm, recipe, self.total_steps) if tapers else None
         self.monitor = Monitor()
