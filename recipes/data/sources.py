@@ -47,7 +47,6 @@ from .strict_json import is_text, strict_about_text
 from .whole_zstd import read_whole_frames
 
 
-read_whole_frames()
 Documents = Dataset | IterableDataset
 
 BUILDERS = {
@@ -141,6 +140,7 @@ class Source:
         return WIKITEXT_ARTICLE if self.document_start is None and self.name in WIKITEXT else self.document_start
 
     def _open(self) -> Documents:
+        read_whole_frames()
         files = local_files(self.name)
         if files is not None and self.config is not None and not expanded(self.name).is_dir():
             raise RecipeError(f"data.source_config={self.config!r} would have no effect on files: leave it out")

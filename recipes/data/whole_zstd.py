@@ -12,6 +12,7 @@ try:
 except ImportError:
     ZstdDecompressor = None
 
+OF_FSSPEC = compr.get("zstd")
 BLOCK = 2**16  # compressed bytes
 
 
@@ -37,9 +38,11 @@ class WholeFrames(DerivedFile):
         return decompressed
 
 
+def opened(file, mode: str = "rb"):
+    return io.BufferedReader(WholeFrames(file)) if "r" in mode else OF_FSSPEC(file, mode)
+
+
 def read_whole_frames():
-    """Let fsspec, and so `datasets`, read .zst files as `WholeFrames`."""
+    """Let fsspec, and so `datasets`, read .zst files as `WholeFrames`, in the whole process from now on."""
     if ZstdDecompressor is not None:
-        write = compr["zstd"]
-        read = lambda file, mode="rb": io.BufferedReader(WholeFrames(file)) if "r" in mode else write(file, mode)  # noqa: E731
-        register_compression("zstd", read, "zst", force=True)
+        register_compression("zstd", opened, "zst", force=True)
