@@ -8,6 +8,7 @@ from transformers import AutoTokenizer, PreTrainedConfig
 from looped_recipes.common.checksums import check_folder
 from looped_recipes.common.command_line import typed
 from looped_recipes.common.hub import can_only_be_path, model_inside
+from looped_recipes.data.tokenizers import start_id
 from modeling_looped import LoopedConfig, LoopedForCausalLM
 from modeling_looped.formats.registry import is_published
 from modeling_looped.loading import class_beside_weights
@@ -72,8 +73,8 @@ def named_tokenizer(name: str):
 
 
 def start_token(tokenizer) -> int:
-    """Return the token that begins documents: bos, or eos if the tokenizer has no bos."""
-    start = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+    """Return the token that begins documents, as in training; refuse a tokenizer without one."""
+    start = start_id(tokenizer)
     if start is None:
         raise ValueError("the tokenizer has neither a bos nor an eos token, so nothing begins a document: set one")
     return start

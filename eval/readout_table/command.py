@@ -13,7 +13,7 @@ from looped_eval.common.model_folder import open_config, open_model
 from looped_eval.common.progress import progress
 from looped_eval.common.run_folder import RunFolder, open_runs
 from looped_recipes.common import replicas
-from looped_recipes.common.command_line import say_result, typed
+from looped_recipes.common.command_line import check_counts, say_result, typed
 from looped_recipes.common.files import write_whole
 from looped_recipes.common.measures import token_rms
 from looped_recipes.common.provenance import write_json
@@ -182,8 +182,7 @@ def least_perplexity(systems: dict[str, dict]) -> str:
 
 def main(arguments: list[str] | None = None) -> dict:
     args = parse(arguments)
-    if args.batch_size < 1:
-        raise ValueError(f"--batch-size must be at least 1, got {args.batch_size}")
+    check_counts(args, ["batch_size"])
     runs = open_runs(args.folders)
     systems, measured = systems_of(runs), {}
     if not any(run.status == "finished" for run in runs):

@@ -9,7 +9,7 @@ from transformers import GenerationConfig
 
 from looped_eval.common.findings import loops_in_words
 from looped_eval.common.model_folder import open_config, open_model, open_tokenizer
-from looped_recipes.common.command_line import check_prompt, say_result, trust_of, typed
+from looped_recipes.common.command_line import check_counts, check_prompt, say_result, trust_of, typed
 from looped_recipes.common.files import check_file, write_whole
 from looped_recipes.common.words import counted
 from modeling_looped.exit_criteria import ExitRule
@@ -38,8 +38,7 @@ def rule_of(args, folder: Path, config) -> ExitRule:
 
 
 def check(args, config, prompt_length: int):
-    if args.max_new_tokens < 1:
-        raise ValueError(f"--max-new-tokens must be at least 1, got {args.max_new_tokens}")
+    check_counts(args, ["max_new_tokens"])
     if args.temperature < 0:
         raise ValueError(f"--temperature must be at least 0, got {args.temperature}")
     if prompt_length == 0:
