@@ -417,7 +417,8 @@ def test_results_of_other_settings_are_curves_of_their_own(tmp_path):
     whole, trial = ({"n-samples": {"hop": {"original": 24, "effective": n}}, "n-shot": {"hop": 0}} for n in (24, 3))
     config = {"model_dtype": "torch.float32", "limit": None}
     for depth, accuracy in ((1, 0.25), (2, 0.375)):
-        save_results(run / f"eval/results_1{depth}.json", accuracy, {**config, "num_loops": depth}, **whole)
+        placed = {"model_args": f"pretrained=x,offload_folder=/{depth}"}  # changes no result
+        save_results(run / f"eval/results_1{depth}.json", accuracy, {**config, **placed, "num_loops": depth}, **whole)
     save_results(run / "eval/results_2.json", 1.0, {**config, "num_loops": 2, "limit": 3.0}, **trial)
     exits = {"num_loops": 2, "exit_criterion": "kl", "exit_threshold": 0.5, "min_loops": 1}
     save_results(run / "eval/results_3.json", 0.0, {**config, **exits}, **whole)
