@@ -107,12 +107,8 @@ def vocabulary(tokenizer, model):
     return words_of(tokenizer, model.config.vocab_size, tuple(ends) if isinstance(ends, list) else (ends,))
 
 
-@lru_cache(maxsize=32)  # large schemas take seconds
 def matcher_of(schema: str, words):
     """Return the matcher of JSON of this schema; raise if it cannot be kept."""
-    plain = LLMatcher(words, LLMatcher.grammar_from_json_schema(schema), log_level=0)
-    if plain.is_error():
-        raise ValueError(f"a schema that cannot be kept: {reason(plain)}")  # which is short here
     return matcher_of_rule(json_rule(json.loads(schema)), words)
 
 
@@ -120,9 +116,9 @@ def json_rule(schema: dict) -> str:
     return f"%json {json.dumps({**schema, 'x-guidance': JSON_TEXT})}"
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=32)  # large schemas take seconds
 def matcher_of_rule(rule: str, words):
-    """Return the matcher of answers of which this rule of a grammar is the whole."""
+    """Return the matcher of answers of which this rule of a grammar is the whole; raise if it cannot be kept."""
     matcher = LLMatcher(words, LLMatcher.grammar_from_lark(GRAMMAR + rule), log_level=0)
     first = matcher.deep_copy()
     first.compute_logit_bias()  # where some schemas fail
@@ -134,6 +130,7 @@ def matcher_of_rule(rule: str, words):
 
 def reason(matcher) -> str:
     said = matcher.get_error().split("\n<state>")[0]  # of its parser
+    said = said.rpartition("failed to compile JSON schema: ")[2].split("\n   1 | ")[0]  # without the lines of GRAMMAR
     return "it refers to itself alone" if said == "NoExtensionBias" else said
 
 
