@@ -440,10 +440,18 @@ def test_embedded_input_has_no_value_embeddings():
         tiny_model(value_embeddings=True)(inputs_embeds=torch.zeros(2, 6, 32))
 
 
-@pytest.mark.parametrize("shape", [(2, 5, 32), (1, 6, 32), (2, 6, 16), (6, 32)])
-def test_initial_state_of_another_shape(shape):
+@pytest.mark.parametrize(
+    ("shape", "wanted"),
+    [
+        ((2, 5, 32), "tokens (2, 6)"),
+        ((1, 6, 32), "tokens (2, 6)"),
+        ((6, 32), "tokens (2, 6)"),
+        ((2, 6, 16), "state_size=32"),
+    ],
+)
+def test_initial_state_of_another_shape(shape, wanted):
     model = tiny_model(injection="add", state_init="normal")
-    with refuses(["initial_state", str(shape), "(2, 6, 32)"], ValueError):
+    with refuses(["initial_state", str(shape), wanted], ValueError):
         model(random_ids(2, 6), initial_state=torch.zeros(shape))
 
 
