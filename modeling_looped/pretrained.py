@@ -46,8 +46,8 @@ class LoopedPreTrainedModel(StrictLoadingMixin, PreTrainedModel):
 
     def post_init(self):
         """Called again by subclasses, which may have put one layer, or one parameter, in several places."""
-        of_class = getattr(type(self), "_tied_weights_keys", None) or {}
-        self.tied_by_subclass = {name: first for name, first in shared_parameters(self) if name not in of_class}
+        of_config = (self._tied_weights_keys or {}) if self.config.tie_word_embeddings else {}
+        self.tied_by_subclass = {name: first for name, first in shared_parameters(self) if name not in of_config}
         super().post_init()
 
     def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict:
@@ -70,12 +70,13 @@ class LoopedPreTrainedModel(StrictLoadingMixin, PreTrainedModel):
     def save_pretrained(self, *args, **kwargs) -> None:
         warn_of_changes(self.config, self.built_with)
         before, self.config.trained_num_loops = self.config.trained_num_loops, self.trained_depth
-        self._tied_weights_keys = {**(self._tied_weights_keys or {}), **self.tied_by_subclass}  # each is saved once
+        tied = self._tied_weights_keys
+        self._tied_weights_keys = {**(tied or {}), **self.tied_by_subclass}  # each is saved once
         try:
             super().save_pretrained(*args, **kwargs)
         finally:
             self.config.trained_num_loops = before
-            del self._tied_weights_keys  # on the instance
+            self._tied_weights_keys = tied
         call = signature(PreTrainedModel.save_pretrained).bind(self, *args, **kwargs)
         call.apply_defaults()
         given = call.arguments

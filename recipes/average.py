@@ -44,7 +44,9 @@ def average(out: Path, models: list[str], decay: float, trust_remote_code: bool)
     from modeling_looped.formats.writing import check_new, copy_tokenizer, whole_folder
 
     check_new(out)
-    *earlier, last = [place_of(name) for name in models]
+    *earlier, last = places = [place_of(name) for name in models]
+    if twice := [place for place in places if places.count(place) > 1]:
+        raise ValueError(f"{twice[0]} is named twice: it would count twice")
     model, dtype = open_model(last, trust_remote_code)
     total = share = 1.0
     for name in reversed(earlier):
@@ -80,8 +82,17 @@ def open_model(place: str, trust_remote_code: bool):
 
     stored = stored_dtype(place)
     dtype = torch.promote_types(stored, torch.float32)
-    model = LoopedForCausalLM.from_pretrained(place, dtype=dtype, trust_remote_code=trust_remote_code)
+    model, info = LoopedForCausalLM.from_pretrained(
+        place, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True
+    )
     refuse_quantized(model)
+    if model._hf_peft_config_loaded:
+        raise ValueError(f"{place} has an adapter beside its weights: merge it, and average what that gives")
+    if others := sorted({*info["missing_keys"], *info["unexpected_keys"]}):
+        raise ValueError(
+            f"{place} is not of {type(model).__name__}, where {others[0]} would be new or left out: name causal language "
+            "models, and pass --trust-remote-code for those of a class of your own"
+        )
     if (bad := first_nonfinite(model.named_parameters())) is not None:
         raise ValueError(f"the weight {bad} of {place} is not finite: leave that model out")
     return model, stored

@@ -1,15 +1,17 @@
 """`looped average`: the mean of what safetensors read from the folders, and nothing where there is no such mean."""
 
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from looped_recipes.average import main
 from looped_recipes.settings.model_file import class_in_file
-from modeling_looped import LoopedConfig, LoopedForCausalLM
+from modeling_looped import LoopedConfig, LoopedForCausalLM, LoopedForSequenceClassification
 
 from .helpers import shake, tiny_model, tiny_tokenizer
 from .test_public_formats import made, write
@@ -47,9 +49,9 @@ def test_the_mean(options, shares, tied, tmp_path):
 
 
 def test_equal_weights_stay_as_they_are(tmp_path):
-    folder = save(tmp_path / "one", 0)
-    mean = stored(run(tmp_path / "mean", folder, folder, folder))
-    assert all(torch.equal(mean[name], tensor) for name, tensor in stored(folder).items())
+    folders = [save(tmp_path / name, 0) for name in ("one", "another", "third")]
+    mean = stored(run(tmp_path / "mean", *folders))
+    assert all(torch.equal(mean[name], tensor) for name, tensor in stored(folders[0]).items())
 
 
 def test_sixteen_bits_are_rounded_once(tmp_path):
@@ -100,6 +102,15 @@ def test_what_is_refused(tmp_path):
     first, last = save(tmp_path / "first", 0), save(tmp_path / "last", 1)
     with pytest.raises(ValueError, match="a mean is of two models or more, and only .*first is named"):
         run(tmp_path / "mean", first)
+    with pytest.raises(ValueError, match="first is named twice: it would count twice"):
+        run(tmp_path / "mean", first, last, first)
+    tiny_model(LoopedForSequenceClassification).save_pretrained(tmp_path / "head")
+    with pytest.raises(ValueError, match="head is not of LoopedForCausalLM, where lm_head.weight would be new or"):
+        run(tmp_path / "mean", tmp_path / "head", last)
+    shutil.copytree(first, tmp_path / "adapted")
+    get_peft_model(LoopedForCausalLM.from_pretrained(first), LoraConfig()).save_pretrained(tmp_path / "adapted")
+    with pytest.raises(ValueError, match="adapted has an adapter beside its weights: merge it"):
+        run(tmp_path / "mean", tmp_path / "adapted", last)
     for decay in ("0", "1.5", "nan"):
         with pytest.raises(ValueError, match=f"--decay {decay}: choose a number above 0, up to 1"):
             run(tmp_path / "mean", first, last, "--decay", decay)
@@ -130,7 +141,7 @@ def test_the_models_of_an_own_class(tmp_path, monkeypatch):
     for seed in range(2):
         shake(tiny_model(cls), seed=seed + 1).save_pretrained(tmp_path / f"{seed}")
         folders.append(tmp_path / f"{seed}")
-    with pytest.raises(ValueError, match="trust_remote_code=True"):
+    with pytest.raises(ValueError, match="where gain would be new or left out: .* --trust-remote-code"):
         run(tmp_path / "mean", *folders)
     mean = stored(run(tmp_path / "mean", *folders, "--trust-remote-code"))
     torch.testing.assert_close(mean["gain"], sum(stored(folder)["gain"] for folder in folders) / 2)

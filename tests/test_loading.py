@@ -152,7 +152,7 @@ def test_tied_weights_are_saved_once_and_stay_tied(tied, tmp_path):
 
 
 class TiedForCausalLM(LoopedForCausalLM):
-    """One layer in two places, and of another one matrix and one parameter of its own."""
+    """One layer in two places, of another one matrix and one parameter of its own, and the head."""
 
     def __init__(self, config):
         super().__init__(config)
@@ -161,6 +161,7 @@ class TiedForCausalLM(LoopedForCausalLM):
             block.factor, block.factor_of_loop = (nn.Parameter(torch.zeros(3)) for _ in range(2))
         self.model.core[2] = first
         second.mlp.down_proj.weight, second.factor = first.mlp.down_proj.weight, first.factor
+        self.lm_head.weight = self.model.embed_tokens.weight
         self.post_init()
 
 
@@ -176,7 +177,8 @@ def test_layers_and_parameters_that_a_class_ties_stay_tied(tied, tmp_path):
         loaded.tie_weights()  # as resizing does
         first, second, third = loaded.model.core
         assert third is first and second.mlp.down_proj.weight is first.mlp.down_proj.weight
-        assert second.factor is first.factor and {name for name, _ in loaded.named_parameters()} == names
+        assert second.factor is first.factor and loaded.lm_head.weight is loaded.model.embed_tokens.weight
+        assert {name for name, _ in loaded.named_parameters()} == names
         assert_equal_weights(loaded, model)
         model = loaded
 

@@ -545,7 +545,11 @@ def test_what_is_no_conversation(served, messages):
         served[2].chat.completions.create(model="tiny", messages=messages, max_tokens=2)
 
 
-@pytest.mark.parametrize("tools", [5, [5], [{"type": "function"}]], ids=str)
+@pytest.mark.parametrize(
+    "tools",
+    [5, [5], [{"type": "function"}], [{"type": "function", "function": {"name": "f", "parameters": True}}]],
+    ids=str,
+)
 def test_what_are_no_tools(served, tools):
     turns = [{"role": "user", "content": "b c"}]
     with pytest.raises(openai.BadRequestError, match="must be a list of functions"):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer, LlamaTokenizer, PreTrainedTokenizerFast
 
 from looped_recipes.data.tokenizers import (
@@ -19,6 +19,7 @@ from looped_recipes.data.tokenizers import (
     Encoder,
     load_tokenizer,
     make_tokenizer,
+    share_kept,
     token_bytes,
     tokenizer_hash,
     tokenizer_settings,
@@ -272,6 +273,23 @@ def test_a_tokenizer_without_bos_begins_documents_with_its_eos(tmp_path):
     tokenizer = load_tokenizer(str(tmp_path))
     assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token) == (None, "<end>", None)  # as it came
     assert list(Encoder(tokenizer)(["b a", "a"])) == [[0, 2, 1], [0, 1]]  # one token both ends and begins
+
+
+def test_what_a_tokenizer_gives_back():
+    assert share_kept(WORD, ["the cat sat", "the"]) == 1
+    assert share_kept(WORD, ["the cat 漢字"]) == 6 / 8
+    assert share_kept(BPE, ["the cat 漢字 <|bos|>"]) == 1  # also a special token that the text spells
+
+
+def test_prompts_keep_what_else_a_tokenizer_puts_before_them(tmp_path):
+    brought = train_bpe(TEXTS, 300)
+    tokens = [(token, brought.convert_tokens_to_ids(token)) for token in ("<|eos|>", "<|pad|>")]
+    brought.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|pad|> $A <|eos|>", special_tokens=tokens
+    )
+    brought.save_pretrained(tmp_path)
+    tokenizer = make_tokenizer(DataConfig(tokenizer=str(tmp_path)), ())
+    assert tokenizer("the").tokens() == ["<|pad|>", "the"]
 
 
 @pytest.mark.parametrize("bos", [True, False])

@@ -40,7 +40,8 @@ def served():
         yield tokenizer, client
 
 
-TOOLS = [tool("bc", parameters=PLACE, strict=True), tool("age", parameters=AGE), tool("c")]
+# arguments are an object, whatever the type says
+TOOLS = [tool("bc", parameters=PLACE, strict=True), tool("age", parameters={"type": "array", **AGE}), tool("c")]
 ARGUMENTS = {"bc": [{"place": "ab"}, {"place": "abc"}], "age": [{"age": age} for age in range(10, 100)], "c": [{}]}
 
 

@@ -5,6 +5,7 @@ import statistics
 from collections.abc import Collection
 from dataclasses import replace
 from itertools import islice
+from pathlib import Path
 
 import torch
 from lm_eval.tasks import TaskManager
@@ -36,7 +37,7 @@ from .streams import parse_stream, score_windows, texts_of, windows
 RESAMPLES = 1000  # for standard errors of lm-eval's metrics without a formula
 SPREAD, OF_LM_EVAL = "standard deviation over folders", "lm-eval's standard error"  # behind ± of a model
 RESOLUTION = 0.0005  # half of the last digit of bits per byte in papers
-SAMPLE = 1000  # texts of a stream that tell what its tokens hold
+SAMPLE = 1000  # texts that tell what its tokens hold
 KEEPS_ALL = 0.99  # part of a text; where a tokenizer keeps less, bits per byte are of less text
 
 
@@ -45,7 +46,7 @@ def parse_models(arguments: list[str]) -> dict[str, list[str]]:
     models: dict[str, list[str]] = {}
     for argument in arguments:
         name, _, folders = argument.partition("=")
-        if not folders or "/" in name:  # a folder, whose name may hold an equals sign
+        if not folders or "/" in name or Path(argument).exists():  # a folder, whose name may hold an equals sign
             name, folders = name_of(argument), argument
         if name in models:
             raise ValueError(f"{argument!r}: write DIR or NAME=DIR,DIR,... with a name of its own for each model")
@@ -88,7 +89,7 @@ def score_texts(lm: LoopedLM, texts: list[str]) -> RowScores:
     tokens, num_bytes = (torch.tensor(sizes, dtype=torch.float64) for sizes in (
         [len(document) for document in documents], [len(text.encode()) for text in texts]
     ))  # fmt: skip
-    return RowScores(nats, nats, tokens, num_bytes, share_kept(lm.tokenizer, texts))
+    return RowScores(nats, nats, tokens, num_bytes, share_kept(lm.tokenizer, texts[:SAMPLE]))
 
 
 def score_rows(lm: LoopedLM, args, texts: list[str] | None) -> dict[str, RowScores]:
@@ -318,13 +319,15 @@ def main(arguments: list[str] | None = None):
             few |= of_few
     curves = mean_and_spread(found)
     lossy = {} if one_tokenizer else lossy_models(rows)
+    order = sorted(models, key=lossy.__contains__)  # all others are compared with the first
+    models, rows, found = ({name: of[name] for name in order} for of in (models, rows, found))
     precision, sizes = precision_curves(rows, depths, lossy), sizes_of(next(iter(rows.values()))[0])
     tables = [table(curves), *([table(precision)] if precision else [])]
     per_token = [name for name in curves if name.endswith("perplexity") and name not in better and not one_tokenizer]
     note = f"{', '.join(per_token)}: per token, and the models have different tokenizers, so not compared"
     notes = [*what_spreads_are(curves, precision, models), *sizes, *([note] if per_token else [])]
     notes += [
-        f"{name}: its tokens give back {share:.0%} of the text, so its bits per byte are not compared"
+        f"{name}: its tokens give back {share:.1%} of the text, so its bits per byte are not compared"
         for name, share in lossy.items()
     ]
     shown = "\n".join([*tables, *notes])

@@ -32,9 +32,11 @@ from .shared_generation import TOO_DEEP, SharedGenerateManager
 BYTES_PER_TOKEN = 32  # limit of a request's body; larger ones are refused before they are read
 LEAST_BYTES = 2**16
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/health")
-UNREAD = {  # what FastAPI calls an error parsing the body, by its cause
+UNPARSED = "There was an error parsing the body"  # FastAPI's
+UNREAD = {  # of what, by its cause
     UnicodeDecodeError: "the body is not UTF-8: send JSON in UTF-8, and not compressed",
     RecursionError: TOO_DEEP,
+    ValueError: "the body has a number of too many digits",
 }
 
 
@@ -65,7 +67,7 @@ def build_app(
     async def as_clients_read_it(request: Request, error: StarletteHTTPException):
         if error.status_code == 404 and error.detail == "Not Found":  # starlette's, of a path without an endpoint
             return error_response(404, f"there is nothing at {request.url.path}, but at {', '.join(ENDPOINTS)}")
-        message = UNREAD.get(type(error.__cause__), error.detail)
+        message = UNREAD.get(type(error.__cause__), UNPARSED) if error.detail == UNPARSED else error.detail
         return error_response(400 if error.status_code == 422 else error.status_code, message)
 
     @app.exception_handler(RequestValidationError)

@@ -112,7 +112,7 @@ def check_body(body: dict, model_config: PreTrainedConfig):
         except RecursionError:
             raise ValueError("generation_config holds lists within lists, too many to read: pass fewer") from None
     if tools is not None and not are_tools(tools):
-        form = '{"type": "function", "function": {"name": ...}}'
+        form = '{"type": "function", "function": {"name": ...}}, whose parameters, if it has any, are a JSON schema'
         raise ValueError(f"tools={tools!r} must be a list of functions, each {form}")
 
 
@@ -350,7 +350,7 @@ def is_text(value: Any) -> bool:
 def is_bias(value: Any) -> bool:
     return (
         isinstance(value, dict)
-        and all(token.isdecimal() and len(token) <= MOST_DIGITS for token in value)
+        and all(token.isascii() and token.isdecimal() and len(token) <= MOST_DIGITS for token in value)
         and all(type(each) in (int, float) and -100 <= each <= 100 for each in value.values())
     )
 
@@ -361,4 +361,5 @@ def are_tools(value: Any) -> bool:
 
 def is_tool(value: Any) -> bool:
     function = value.get("function") if isinstance(value, dict) and value.get("type") == "function" else None
-    return isinstance(function, dict) and is_text(function.get("name"))
+    parameters = function.get("parameters") if isinstance(function, dict) else None
+    return isinstance(function, dict) and is_text(function.get("name")) and isinstance(parameters, (dict, type(None)))

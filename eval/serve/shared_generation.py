@@ -63,7 +63,7 @@ def check_client(streamer):
         streamer.put(None)
 
 
-class LeavesTokens(LogitsProcessor):
+class NeedsToken(LogitsProcessor):
     """Refuses a generation config that leaves no token to choose. It comes behind what forbids and biases tokens."""
 
     reads_rows_apart = True
@@ -249,7 +249,7 @@ class SharedGenerateManager(GenerateManager):
                     f"seed={asked.seed} goes with plain sampling and exits that stop, not with {name}: leave one out"
                 )
             if asked.has_config:
-                asked.processors.append(LeavesTokens())
+                asked.processors.append(NeedsToken())
             if asked.form is not None:
                 asked.processors.append(keeps_to_form(asked.form, model, prepared, length))
                 if asked.form.is_call:

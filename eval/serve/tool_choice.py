@@ -45,7 +45,7 @@ def form_of_call(functions: list[dict], tokenizer, words) -> Form:
     begin, end = text_of(field, "open"), text_of(field, "close")
     calls = []
     for function in functions:
-        schema = {"type": "object", **(function.get("parameters") or {"additionalProperties": False})}
+        schema = {**(function.get("parameters") or {"additionalProperties": False}), "type": "object"}
         try:
             matcher_of(json.dumps(schema), words)
         except ValueError as error:

@@ -105,7 +105,7 @@ def make_tokenizer(data: DataConfig, documents: Iterable[str]) -> PreTrainedToke
     limit = DEFAULT_CHARACTERS if data.tokenizer_max_characters is None else data.tokenizer_max_characters
     tokenizer = TRAINERS[data.tokenizer](_up_to(documents, limit), data.tokenizer_vocab_size)
     if data.joined_by is not None:  # prompts have no bos either
-        _begin_prompts(tokenizer, with_bos=False)
+        _begin_prompts(tokenizer, [])
     if len(tokenizer) > data.tokenizer_vocab_size:
         raise RecipeError(
             f"data.tokenizer_vocab_size={data.tokenizer_vocab_size} is too small: special tokens and single bytes "
@@ -135,7 +135,7 @@ def mark_documents(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> PreT
         tokenizer.bos_token = tokenizer.eos_token = tokenizer.bos_token or tokenizer.eos_token
     if data.document_tokens == "end":
         tokenizer.bos_token = tokenizer.eos_token
-    _begin_prompts(tokenizer, with_bos=data.document_tokens != "none")
+    _begin_prompts(tokenizer, [] if data.document_tokens == "none" else [tokenizer.bos_token])
     return tokenizer
 
 
@@ -318,7 +318,8 @@ def share_kept(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> floa
     kept = total = 0
     for text in texts:
         ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        given, asked = (Counter("".join(t.split())) for t in (tokenizer.decode(ids, skip_special_tokens=True), text))
+        known = [token for token in ids if token != tokenizer.unk_token_id]
+        given, asked = (Counter("".join(each.split())) for each in (tokenizer.decode(known), text))
         kept, total = kept + (given & asked).total(), total + asked.total()
     return kept / total if total else 1.0
 
@@ -334,7 +335,7 @@ def _finished(tokenizer: Tokenizer, **special) -> PreTrainedTokenizerFast:
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **SPECIAL_TOKENS, **special
     )
-    _begin_prompts(tokenizer)
+    _begin_prompts(tokenizer, [tokenizer.bos_token])
     return tokenizer
 
 
@@ -343,14 +344,15 @@ def _end_no_prompt(tokenizer: PreTrainedTokenizerBase):
     text, prompt = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (False, True))
     if text[-1:] != prompt[-1:] == [tokenizer.eos_token_id]:
         tokenizer.add_eos_token = False  # by which some classes write it again when they are opened
-        _begin_prompts(tokenizer, with_bos=prompt[0] == tokenizer.bos_token_id)
+        _begin_prompts(tokenizer, tokenizer.convert_ids_to_tokens(prompt[: -1 - len(text)]))
 
 
-def _begin_prompts(tokenizer: PreTrainedTokenizerBase, with_bos: bool = True):
-    """Make prompts begin with bos, or without it; with add_special_tokens=False they always begin without it."""
-    bos = [tokenizer.bos_token] if with_bos else []
+def _begin_prompts(tokenizer: PreTrainedTokenizerBase, tokens: list[str]):
+    """Make prompts begin with these tokens; with add_special_tokens=False they always begin without them."""
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
-        single=[*bos, "$A"], pair=[*bos, "$A", *bos, "$B"], special_tokens=[(b, tokenizer.bos_token_id) for b in bos]
+        single=[*tokens, "$A"],
+        pair=[*tokens, "$A", *tokens, "$B"],
+        special_tokens=[(token, tokenizer.convert_tokens_to_ids(token)) for token in tokens],
     )
 
 
