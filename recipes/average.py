@@ -90,8 +90,8 @@ def open_model(place: str, trust_remote_code: bool):
         raise ValueError(f"{place} has an adapter beside its weights: merge it, and average what that gives")
     if others := sorted({*info["missing_keys"], *info["unexpected_keys"]}):
         raise ValueError(
-            f"{place} is not of {type(model).__name__}, where {others[0]} would be new or left out: name causal language "
-            "models, and pass --trust-remote-code for those of a class of your own"
+            f"{place} is not of {type(model).__name__}, where {others[0]} would be new or left out: name causal "
+            "language models, and pass --trust-remote-code for those of a class of your own"
         )
     if (bad := first_nonfinite(model.named_parameters())) is not None:
         raise ValueError(f"the weight {bad} of {place} is not finite: leave that model out")
