@@ -4,25 +4,25 @@ A reader can skip this file: up to rounding, `project(layer, x)` is `layer(x)` a
 `fast_paths` switches all of this and cpu_gradients.py on or off. A method is used where `looped benchmark products`
 shows a gain. Time over that of torch, with 1 to 8 rows, on AMD (Zen 5) and Intel (AVX512):
 
-- bfloat16 weights in oneDNN's order, since torch reorders them at every product: AMD .46 to .72, Intel two thirds
+- bfloat16 weights in oneDNN's order, since torch reorders them at every product: AMD .46 to .72, Intel .63 to .94
 - fp32 weights in that order: AMD .56 to .73 with one row on two threads (on one thread .6 to 1.1, and more for small
-  weights in cache), .12 to .53 with more; off on Intel
-- fp32 weights as the left factor, for up to 8 rows: Intel a third; off on AMD, where reordered weights are faster
-- attention of single queries in bfloat16: AMD .10 to .63 with one row, Intel a third
+  weights in cache), .12 to .53 with more; off on Intel, where one row takes 1.4 to 2 times as long (Emerald Rapids)
+- attention of single queries in bfloat16: AMD .10 to .63 with one row, Intel without AMX a third; off with AMX, where
+  it takes twice as long (Emerald Rapids)
 """
 
 import platform
+from collections.abc import Mapping
 from contextlib import contextmanager
 from contextvars import Context, ContextVar
 from functools import cache
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 from transformers.utils import logging
 
-from .compatibility import look_up
 from .overrides import has_global_hooks, has_hooks
 from .switches import is_switched_on
 from .tensors import may_be_transformed
@@ -32,10 +32,6 @@ logger = logging.get_logger(__name__)
 
 SWITCH = "LOOPED_CPU_FAST_PATHS"  # environment variable
 FEW_ROWS = 8
-# with AVX512, one row is the slowest case of MKL; without AVX512, MKL is fast at it
-CAPABILITY = look_up("torch.backends.cpu", "get_cpu_capability", lambda: "")()
-FEWEST_ROWS = 1 if CAPABILITY.startswith("AVX512") else 2
-MIN_SIZE = 2**14  # elements of fp32 weights: below, a transposition costs more than it saves
 MIN_ORDERED_SIZE = 2**16  # elements of bfloat16 weights: below, reordering gains nothing
 MIN_ORDERED_FP32_SIZE = 2**17
 READS_BEFORE_ORDERING = 8  # reordering weights takes as long as about ten products with them
@@ -83,8 +79,8 @@ def repeated_products(model: nn.Module):
     products: dict[nn.Module, RepeatedProduct] = {} if outer is None else outer
     if fast_paths_are_on():
         layers = [layer for layer in model.modules() if layer not in products and is_plain_linear(layer)]
-        new = [RepeatedProduct(layer) for layer in layers if has_faster_product(layer.weight)]
-        announce([product.weight for product in new if can_be_ordered(product.weight)])
+        new = [RepeatedProduct(layer) for layer in layers if can_be_ordered(layer.weight)]
+        announce([product.weight for product in new])
         products.update((product.layer, product) for product in new)
     token = _products.set(products)
     try:
@@ -134,27 +130,29 @@ def is_plain_linear(layer: nn.Module) -> TypeGuard[nn.Linear]:
 
 
 @cache
-def maker() -> str:
-    """Return the maker of the processor: AMD, Intel, or '' for another and where torch does not report it."""
+def processor() -> Mapping[str, Any]:
+    """Return what torch reports of the processor, or nothing where it does not."""
     try:
-        name = torch.cpu.get_capabilities().get("cpu_name", "")
+        return torch.cpu.get_capabilities()
     except AttributeError:
-        return ""
+        return {}
+
+
+def maker() -> str:
+    """Return the maker of the processor: AMD, Intel, or '' for another."""
+    name = processor().get("cpu_name", "")
     return next((maker for maker in ("AMD", "Intel") if maker in name), "")
 
 
-def has_faster_product(weight: torch.Tensor) -> bool:
-    if type(weight) is not nn.Parameter or weight.device.type != "cpu":  # sharded, or elsewhere
-        return False
-    return can_be_ordered(weight) or goes_to_the_left(weight)
-
-
-def goes_to_the_left(weight: torch.Tensor) -> bool:
-    return maker() == "Intel" and weight.dtype == torch.float32 and weight.numel() >= MIN_SIZE
+def has_amx() -> bool:
+    """Return whether the processor multiplies whole tiles of bfloat16."""
+    return bool(processor().get("amx_bf16"))
 
 
 def can_be_ordered(weight: torch.Tensor) -> bool:
     """Return whether oneDNN on this machine has its own order for such weights, and products gain by it."""
+    if type(weight) is not nn.Parameter or weight.device.type != "cpu":  # sharded, or elsewhere
+        return False
     is_fp32 = weight.dtype == torch.float32
     if weight.dtype != torch.bfloat16 and not is_fp32:
         return False
@@ -180,7 +178,7 @@ class RepeatedProduct:
 
     def __init__(self, layer: nn.Linear):
         self.layer, self.weight, self.dtype = layer, layer.weight, layer.weight.dtype
-        self.can_be_ordered, self.goes_to_the_left = can_be_ordered(layer.weight), goes_to_the_left(layer.weight)
+        self.can_be_ordered = True
         self.reads = 0
         self.ordered: torch.Tensor | None = None
         self.ordered_from: tuple | None = None  # `content_of` the weights at that time
@@ -196,16 +194,9 @@ class RepeatedProduct:
         )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor | None:
-        """Return the product, or None where torch is as fast."""
-        if self.can_be_ordered:
-            return None if torch.is_grad_enabled() else self.multiply_ordered(x)
-        rows = x.numel() // self.layer.in_features
-        if self.goes_to_the_left and FEWEST_ROWS <= rows <= FEW_ROWS:
-            return multiply_weight_with_rows(self.layer, x)
-        return None
-
-    def multiply_ordered(self, x: torch.Tensor) -> torch.Tensor | None:
         """Return the product, or None while a copy is not yet worth its cost, and where torch has no such operator."""
+        if not self.can_be_ordered or torch.is_grad_enabled():
+            return None
         try:
             if self.ordered is not None and self.ordered_from != content_of(self.weight):
                 self.reads, self.ordered = 0, None  # trained, or loaded anew, between two generations
@@ -234,21 +225,11 @@ def multiply_with_ordered(weight: torch.Tensor, bias: torch.Tensor | None, x: to
     return operator("mkldnn", "_linear_pointwise")(x, weight, bias, "none", [], "")
 
 
-def multiply_weight_with_rows(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-    """Compute x W^T + b as (W x^T)^T + b."""
-    rows = x.reshape(-1, layer.in_features)
-    count = len(rows)
-    if count == 1:
-        rows = torch.cat((rows, rows))  # one row is the slow case, and two are the fastest
-    y, bias = torch.mm(layer.weight, rows.t()).t()[:count].contiguous(), layer.bias
-    return (y if bias is None else y + bias).view(*x.shape[:-1], layer.out_features)
-
-
 def is_slow_single_query(queries: torch.Tensor) -> bool:
     """Return whether these are single queries for which the kernel takes three times as long as for two queries."""
     if queries.shape[2] != 1 or queries.dtype != torch.bfloat16 or torch.compiler.is_compiling():
         return False
-    return queries.device.type == "cpu" and fast_paths_are_on()
+    return queries.device.type == "cpu" and fast_paths_are_on() and not has_amx()
 
 
 def attend_single_query(queries, keys, values, mask, scaling: float) -> torch.Tensor:

@@ -107,14 +107,6 @@ def logged():
 
 
 @pytest.fixture
-def few_rows(monkeypatch):
-    """Whatever the processor and the size, few rows are multiplied with fp32 weights on the left."""
-    monkeypatch.setattr("modeling_looped.cpu.maker", lambda: "Intel")
-    monkeypatch.setattr("modeling_looped.cpu.FEWEST_ROWS", 1)
-    monkeypatch.setattr("modeling_looped.cpu.MIN_SIZE", 0)
-
-
-@pytest.fixture
 def make_data(tmp_path):
     """Makes a small DataConfig over 300 documents, or over the source that is given."""
     from looped_recipes.settings.recipe import DataConfig

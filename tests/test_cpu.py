@@ -95,7 +95,8 @@ def test_a_model_learns_with_them_what_it_learns_without(key_value_heads, monkey
 
 @pytest.mark.parametrize("mask_heads", [0, 1, 6])
 @pytest.mark.parametrize("key_value_heads", [6, 2])
-def test_attention_of_single_queries(key_value_heads, mask_heads):
+def test_attention_of_single_queries(key_value_heads, mask_heads, monkeypatch):
+    monkeypatch.setattr(cpu, "has_amx", lambda: False)
     torch.manual_seed(0)
     queries = torch.randn(3, 6, 1, 16).bfloat16()
     keys, values = (torch.randn(3, key_value_heads, 50, 16).bfloat16()[:, :, :41] for _ in range(2))
@@ -124,25 +125,11 @@ def test_the_usual_where_torch_does_as_well(monkeypatch):
         monkeypatch.setattr(cpu_gradients, "MIN_SIZE", learnt.numel() + 1)
         assert attend_on_cpu(learnt, keys, values, None, 1.0) is None
     assert attend_on_cpu(queries[:, :, :1].float(), keys.float(), values.float(), None, 1.0) is None
+    monkeypatch.setattr(cpu, "has_amx", lambda: True)
+    assert attend_on_cpu(queries[:, :, :1], keys, values, None, 1.0) is None
 
 
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("shape", [(1, 1), (1, 1, 1), (3, 1), (8,), (2, 4), (9, 1)])
-def test_few_rows_from_the_left(shape, bias, few_rows):
-    torch.manual_seed(0)
-    layer, x = Linear(48, 20, bias=bias), torch.randn(*shape, 48)
-    usual = F.linear(x, layer.weight, layer.bias)
-    assert torch.equal(project(layer, x), usual)
-    with repeated_products(layer):
-        found = project(layer, x)
-    assert found.shape == usual.shape and found.is_contiguous()
-    torch.testing.assert_close(found, usual, rtol=1e-5, atol=1e-6)
-    assert torch.equal(project(layer, x), usual)
-    with repeated_products(layer):  # as usual in other precisions
-        assert torch.equal(project(layer.double(), x.double()), F.linear(x.double(), layer.weight, layer.bias))
-
-
-def test_few_rows_end_with_the_generation():
+def test_products_end_with_the_generation():
     with pytest.raises(RuntimeError, match="stop"), repeated_products(Linear(2, 2)):
         raise RuntimeError("stop")
     assert cpu._products.get() is None
@@ -214,15 +201,14 @@ def test_ordered_weights_multiply_as_the_layer_does(shape, bias, dtype, orders_f
 
 
 @pytest.mark.parametrize(
-    ("maker", "way"), [("AMD", "ordered"), ("Intel", "left"), ("", None)], ids=["AMD", "Intel", "others"]
+    ("maker", "is_ordered"), [("AMD", True), ("Intel", False), ("", False)], ids=["AMD", "Intel", "others"]
 )
-def test_fp32_goes_the_way_that_was_measured_to_gain(maker, way, monkeypatch):
+def test_fp32_is_ordered_where_that_was_measured_to_gain(maker, is_ordered, monkeypatch):
     stand_in(monkeypatch, **OPERATORS)
     monkeypatch.setattr(cpu, "maker", lambda: maker)
     layer = Linear(512, 512)
-    assert (cpu.can_be_ordered(layer.weight), cpu.goes_to_the_left(layer.weight)) == (way == "ordered", way == "left")
     with repeated_products(layer):
-        assert (layer in cpu._products.get()) == (way is not None)
+        assert (layer in cpu._products.get()) == is_ordered
 
 
 def test_requests_that_share_passes_share_what_is_kept(orders_fp32, monkeypatch):
@@ -295,7 +281,8 @@ def test_ordered_weights_have_gradients_as_usual(has_order):
     torch.testing.assert_close(layer.weight.grad[0], x.sum(0))
 
 
-def test_an_assistant_keeps_its_order_between_its_drafts(few_rows):
+def test_an_assistant_keeps_its_order_between_its_drafts(orders_fp32, monkeypatch):
+    stand_in(monkeypatch, **OPERATORS)
     model, assistant = Linear(2, 2), Linear(2, 2)
     with repeated_products(model):
         outer, of_model = cpu._products.get(), cpu._products.get()[model]
@@ -345,7 +332,7 @@ def test_generation_with_ordered_weights_says_what_it_says_without(how, has_orde
     )
     model = LoopedForCausalLM(config).bfloat16().eval()
     prompt = torch.randint(3, 97, (3, 9))
-    ordered, multiply = [], RepeatedProduct.multiply_ordered
+    ordered, multiply = [], RepeatedProduct.__call__
 
     def watched(product, x):
         is_due = product.reads == cpu.READS_BEFORE_ORDERING
@@ -353,7 +340,7 @@ def test_generation_with_ordered_weights_says_what_it_says_without(how, has_orde
         ordered.extend([y is not None] * is_due)
         return y
 
-    monkeypatch.setattr(RepeatedProduct, "multiply_ordered", watched)
+    monkeypatch.setattr(RepeatedProduct, "__call__", watched)
 
     def generate():
         settings = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, **how}

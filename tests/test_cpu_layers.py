@@ -19,7 +19,14 @@ from .helpers import random_ids, tiny_config, tiny_model
 from .test_cpu import OPERATORS, stand_in
 
 
-pytestmark = pytest.mark.usefixtures("few_rows")
+@pytest.fixture(autouse=True)
+def ordering(monkeypatch):
+    """Weights of any size are ordered at once, by operators that every processor has."""
+    stand_in(monkeypatch, **OPERATORS)
+    monkeypatch.setattr(cpu, "maker", lambda: "AMD")
+    monkeypatch.setattr(cpu, "has_amx", lambda: False)
+    for name in ("MIN_ORDERED_SIZE", "MIN_ORDERED_FP32_SIZE", "READS_BEFORE_ORDERING"):
+        monkeypatch.setattr(cpu, name, 0)
 
 
 def generate(model, **how):
@@ -58,17 +65,9 @@ def watched_calls(monkeypatch) -> list:
     return calls
 
 
-@pytest.fixture
-def ordering(monkeypatch):
-    """bfloat16 weights of any size are ordered at once, by operators that every processor has."""
-    stand_in(monkeypatch, **OPERATORS)
-    monkeypatch.setattr(cpu, "MIN_ORDERED_SIZE", 0)
-    monkeypatch.setattr(cpu, "READS_BEFORE_ORDERING", 0)
-
-
 @FAST
 @pytest.mark.parametrize("how", [{}, {"exit_criterion": "latent_diff", "exit_threshold": 0.3}], ids=["plain", "exits"])
-def test_tokens_are_those_without_fast_paths(dtype, how, ordering, monkeypatch):
+def test_tokens_are_those_without_fast_paths(dtype, how, monkeypatch):
     model = tiny_model().to(dtype)
     calls = watched_calls(monkeypatch)
     fast = generate(model, **how)
@@ -109,7 +108,7 @@ def test_the_environment_sets_the_switches(name, monkeypatch):
 
 @FAST
 @pytest.mark.parametrize("register", ["of the layer", "before it", "of all modules"])
-def test_hooks_see_every_call(register, dtype, ordering):
+def test_hooks_see_every_call(register, dtype):
     model = tiny_model().to(dtype)
     layers, seen = set(linears(model).values()), []
 
@@ -193,7 +192,7 @@ def test_other_modules_in_place_of_the_layers(kind, how):
 
 
 @FAST
-def test_lora_layers_are_called(dtype, ordering, monkeypatch):
+def test_lora_layers_are_called(dtype, monkeypatch):
     model = tiny_model().to(dtype)
     plain, calls = generate(model), watched_calls(monkeypatch)
     settings = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj", "lm_head"], init_lora_weights=False)
@@ -208,7 +207,7 @@ def test_lora_layers_are_called(dtype, ordering, monkeypatch):
 
 @pytest.mark.parametrize("name", OPERATORS)
 @pytest.mark.parametrize("how", ["missing", "not implemented"])
-def test_without_an_operator_of_decoding(name, how, ordering, monkeypatch):
+def test_without_an_operator_of_decoding(name, how, monkeypatch):
     model = tiny_model().to(torch.bfloat16)
     with fast_paths(False):
         expected = generate(model)
@@ -243,7 +242,7 @@ def test_without_the_operator_of_training(monkeypatch):
 def test_where_torch_does_not_tell_who_watches_the_call_is_usual(monkeypatch):
     layer, x = nn.Linear(48, 20), torch.randn(1, 48)
     calls = watched_calls(monkeypatch)
-    with repeated_products(layer):
+    with repeated_products(layer), torch.no_grad():
         project(layer, x)
         assert calls.pop() is layer
         with monkeypatch.context() as patch:
@@ -258,7 +257,7 @@ def test_where_torch_does_not_tell_who_watches_the_call_is_usual(monkeypatch):
 def test_transforms_see_the_usual_call(monkeypatch):
     layer, x = nn.Linear(48, 20), torch.randn(3, 48)
     calls = watched_calls(monkeypatch)
-    with repeated_products(layer):
+    with repeated_products(layer), torch.no_grad():
         torch.testing.assert_close(torch.vmap(lambda row: project(layer, row))(x), layer(x))
         torch.func.grad(lambda row: project(layer, row).sum())(x[0])
         compiled = torch.compile(lambda rows: project(layer, rows), backend="eager", fullgraph=True)
@@ -280,7 +279,7 @@ def test_weights_that_are_shown_for_a_while_are_not_taken(monkeypatch):
     assert not calls
 
 
-def test_the_second_copy_of_weights_is_said(ordering, logged, request):
+def test_the_second_copy_of_weights_is_said(logged, request, monkeypatch):
     model = tiny_model().to(torch.bfloat16)
     size = sum(2 * layer.weight.numel() for layer in linears(model).values())
     logger = logging.getLogger(cpu.__name__)
@@ -292,12 +291,13 @@ def test_the_second_copy_of_weights_is_said(ordering, logged, request):
     assert f" {size} bytes" in message and "a second time" in message and "LOOPED_CPU_FAST_PATHS=0" in message
     with fast_paths(False):
         generate(model)
+    monkeypatch.setattr(cpu, "maker", lambda: "Intel")
     generate(model.float())
     assert len(logged) == 1
 
 
 @FAST
-def test_weights_that_change_places_are_read_as_they_are(dtype, ordering, monkeypatch):
+def test_weights_that_change_places_are_read_as_they_are(dtype, monkeypatch):
     layer, x = nn.Linear(48, 20).to(dtype), torch.randn(2, 48).to(dtype)
     calls = watched_calls(monkeypatch)
     with repeated_products(layer), torch.no_grad():

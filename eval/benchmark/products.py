@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from looped_eval.common.timing import in_turns, least_seconds
-from modeling_looped.cpu import fast_paths, multiply_weight_with_rows, multiply_with_ordered, order
+from modeling_looped.cpu import fast_paths, multiply_with_ordered, order
 from modeling_looped.row_view import attend_to_all
 
 from .models import build, greedy, looped_config, tokens
@@ -65,7 +65,6 @@ def of_shape(inner: int, outer: int, args) -> dict:
         x = torch.randn(rows, inner, dtype=dtype)
         ways = {
             "torch": lambda x=x: [layer(x) for layer in layers],
-            "weights_left": lambda x=x: [multiply_weight_with_rows(layer, x) for layer in layers],
             "weights_ordered": lambda x=x: [multiply_with_ordered(weight, None, x) for weight in ordered],
         }
         seconds, _ = least_seconds(ways, args.repeats)
