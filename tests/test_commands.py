@@ -151,6 +151,10 @@ def test_help_of_recipes_knows_every_key(capsys):
     assert meanings()["training"]["micro_batch_size"] == ("8", "sequences per process and forward pass")
     assert meanings()["depth"]["per"][1].startswith("batch | micro_batch | sequence; batch: one draw")
     assert "num_prelude_layers, num_core_layers" in help_of_recipes("", ["model"])
+    assert help_of_recipes("about", ["--help", "depth"]).splitlines()[:2] == [
+        "depth",
+        "    sampler=fixed                       how depths are drawn: fixed (always `mean`), poisson,",
+    ]
 
 
 def test_options_that_stand_in_two_places_are_the_same():

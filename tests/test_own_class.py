@@ -12,6 +12,7 @@ import transformers
 from safetensors.torch import load_file
 from transformers import AutoModel, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, modeling_utils
 
+from looped_eval.budget.command import main as budget
 from looped_eval.common.run_folder import open_runs
 from looped_eval.halting.command import check as check_halting
 from looped_eval.halting.options import parse as parse_halting
@@ -226,6 +227,20 @@ def test_a_recipe_trains_it_and_goes_on_bit_for_bit(written, training_text, tmp_
         show(asked)
     show([*asked, "--trust-remote-code"])
     assert (tmp_path / "page.html").is_file()
+    (tmp_path / "text.jsonl").write_text('{"text": "a b"}\n')
+    asked = [
+        str(whole / "final"),
+        "--text",
+        str(tmp_path / "text.jsonl"),
+        "--num-loops",
+        "1",
+        "--output",
+        str(tmp_path),
+    ]
+    with pytest.raises(LoopedCheckpointError):
+        budget(asked)
+    budget([*asked, "--trust-remote-code"])
+    assert (tmp_path / "budget.json").is_file()
     said = capsys.readouterr().out
     assert f"looped chat {tmp_path / 'exported'} --trust-remote-code" in said
     assert f"looped halting {whole / 'final'} --trust-remote-code" in said

@@ -311,6 +311,7 @@ def main(arguments: list[str] | None = None):
     for name, folders in models.items():
         for folder in folders:
             setup = {"batch_size": args.batch_size, "device": args.device, "dtype": args.dtype}
+            setup |= {"trust_remote_code": args.trust_remote_code}
             lm = LoopedLM(folder, num_loops=depths, max_length=args.max_length, **setup)
             rows[name].append(score_rows(lm, args, texts))
             points, of_tasks, of_few = measure(lm, args, rows[name][-1], manager)

@@ -37,6 +37,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--max-length", type=int, help="window of texts and streams, by default the model's")
     parser.add_device()
+    parser.add_trust()
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--output", type=folder, default=Path("runs/budget"), help="folder for the table and the plot")
     return parser.parse_args(arguments)

@@ -66,6 +66,7 @@ def core_scores(
     max_length: int | None = None,
     tasks: list[str] | None = None,
     seeds: list[int] | None = None,
+    trust_remote_code: bool = False,
 ) -> dict[int, dict]:
     """Return {depth: {"core", "core_extended" if `extended` is set, "tasks": {label: {"accuracy", "centered"}}}}.
 
@@ -76,6 +77,7 @@ def core_scores(
     """
     suite = read_suite(bundle, examples, extended, tasks)
     setup = {"batch_size": batch_size, "device": device, "max_length": max_length}
+    setup |= {"trust_remote_code": trust_remote_code}
     lm = LoopedLM(model, tokenizer=tokenizer, num_loops=loops, **setup)
     if seeds is None:
         return scores_of(lm, suite)
@@ -155,6 +157,7 @@ def main(arguments: list[str] | None = None) -> dict[int, dict]:
     results = core_scores(
         options.model,
         tokenizer=None,  # that of the model
+        trust_remote_code=options.trust_remote_code,
         bundle=options.bundle,
         loops=options.num_loops,
         examples=options.examples,

@@ -46,5 +46,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--max-length", type=int, help="longer prompts lose their beginning; by default the model's")
     parser.add_device()
+    parser.add_trust()
     parser.add_argument("--output", type=Path, help="JSON to write")
     return parser.parse_args(arguments)

@@ -17,8 +17,8 @@ that of the run's last validation.
 At equal mean loops criteria differ in what reading costs, which is in the predicted speed-up: those on logits read
 them at every check.
 
-Prints perplexity, loops and speed-up, and writes halting.json and halting.svg (perplexity over tokens/s) to eval/ of
-the training run, where looped report finds them, or, without one, to runs/eval/<model>.
+Prints perplexity, loops and speed-up, and writes halting.json, halting.html and halting.svg (perplexity over
+tokens/s) to eval/ of the training run, where looped report finds them, or, without one, to runs/eval/<model>.
 """
 
 import argparse
@@ -60,7 +60,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     write += "criterion. Without budgets: at the first of --mean-loops, that with the lowest perplexity. Both are "
     write += "chosen on the slice of the calibration"
     parser.add_argument("--write", nargs="?", const=BEST, metavar="CRITERION", help=write)
-    place = "folder for halting.json and halting.svg; default: eval/ of the training run"
+    place = "folder for what is written; default: eval/ of the training run"
     parser.add_argument("--output", type=folder, help=place)
     args = parser.parse_args(arguments)
     if args.budget is None:

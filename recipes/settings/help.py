@@ -16,14 +16,16 @@ WIDTH = 110
 
 
 def help_of_recipes(about: str, arguments: list[str]) -> str:
-    """Return `about` and all keys of a recipe; or, with `model` among the arguments, the keys of that section."""
+    """Return `about` and all keys of a recipe; or, with a section among the arguments, the keys of that section."""
     if "model" in arguments:
         return model_fields()
-    keys = [f"{name}\n{keys_of(section)}" for name, section in meanings().items()]
+    keys = {name: f"{name}\n{keys_of(section)}" for name, section in meanings().items()}
+    if asked := [keys[name] for name in arguments if name in keys]:
+        return "\n\n".join(asked)
     model = "model\n    preset, and every field of the model's config: `looped pretrain --help model` describes them"
     installed = {"recipes": installed_recipes(), "sweeps": installed_sweeps()}
     listed = [f"{kind} that are installed\n{indented(', '.join(names))}" for kind, names in installed.items()]
-    return "\n\n".join([about.strip(), *listed, model, *keys])
+    return "\n\n".join([about.strip(), *listed, model, *keys.values()])
 
 
 def indented(text: str) -> str:

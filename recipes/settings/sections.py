@@ -57,8 +57,9 @@ class DenseConfig:
 
 @dataclass
 class DepthConfig:
-    # how depths are drawn
-    sampler: str = "fixed"  # poisson, poisson_lognormal, uniform, or one that training.model_file adds to SAMPLERS
+    # how depths are drawn: fixed (always `mean`), poisson, poisson_lognormal, uniform, or one that training.model_file
+    # adds to SAMPLERS
+    sampler: str = "fixed"
     mean: float | None = None  # None is the model's num_loops
     maximum: int | None = None  # the deepest that is drawn
     per: Literal["batch", "micro_batch", "sequence"] = "batch"  # batch: one draw for all rows of the step
