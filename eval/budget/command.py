@@ -3,7 +3,6 @@
 import math
 import statistics
 from collections.abc import Collection
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -89,7 +88,7 @@ def score_texts(lm: LoopedLM, texts: list[str]) -> RowScores:
     tokens, num_bytes = (torch.tensor(sizes, dtype=torch.float64) for sizes in (
         [len(document) for document in documents], [len(text.encode()) for text in texts]
     ))  # fmt: skip
-    return RowScores(nats, nats, tokens, num_bytes, share_kept(lm.tokenizer, texts[:SAMPLE]))
+    return RowScores(nats, nats, tokens, num_bytes)
 
 
 def score_rows(lm: LoopedLM, args, texts: list[str] | None) -> dict[str, RowScores]:
@@ -97,8 +96,7 @@ def score_rows(lm: LoopedLM, args, texts: list[str] | None) -> dict[str, RowScor
     rows = {"": score_texts(lm, texts)} if texts else {}
     for name, path in map(parse_stream, args.stream):
         cut = windows(lm.tokenizer, texts_of(path), lm.max_length, args.stream_tokens, args.stream_group)
-        kept = share_kept(lm.tokenizer, islice(texts_of(path), SAMPLE))
-        rows[f"{name} "] = replace(score_windows(lm, cut), kept=kept)
+        rows[f"{name} "] = score_windows(lm, cut)
     return rows
 
 
@@ -110,9 +108,14 @@ def row_curves(name: str, scores: RowScores, depths: list[int]) -> Curves:
     }
 
 
-def lossy_models(rows: dict[str, list[dict[str, RowScores]]]) -> dict[str, float]:
+def lossy_models(models: dict[str, list[str]], args, texts: list[str] | None) -> dict[str, float]:
     """Return models whose tokenizers drop text or do not know it, with the part that they keep."""
-    kept = {name: min(scores.kept for scores in seeds[0].values()) for name, seeds in rows.items() if seeds[0]}
+    samples = [texts[:SAMPLE]] if texts else []
+    samples += [list(islice(texts_of(path), SAMPLE)) for _, path in map(parse_stream, args.stream)]
+    tokenizers = {name: AutoTokenizer.from_pretrained(folders[0]) for name, folders in models.items()}
+    kept = {
+        name: min((share_kept(each, sample) for sample in samples), default=1) for name, each in tokenizers.items()
+    }
     return {name: share for name, share in kept.items() if share < KEEPS_ALL}
 
 
@@ -311,15 +314,15 @@ def main(arguments: list[str] | None = None):
     for name, folders in models.items():
         for folder in folders:
             setup = {"batch_size": args.batch_size, "device": args.device, "dtype": args.dtype}
-            setup |= {"trust_remote_code": args.trust_remote_code}
-            lm = LoopedLM(folder, num_loops=depths, max_length=args.max_length, **setup)
+            trust, length = args.trust_remote_code, args.max_length
+            lm = LoopedLM(folder, num_loops=depths, max_length=length, trust_remote_code=trust, **setup)
             rows[name].append(score_rows(lm, args, texts))
             points, of_tasks, of_few = measure(lm, args, rows[name][-1], manager)
             found[name].append(points)
             better |= of_tasks
             few |= of_few
     curves = mean_and_spread(found)
-    lossy = {} if one_tokenizer else lossy_models(rows)
+    lossy = {} if one_tokenizer else lossy_models(models, args, texts)
     order = sorted(models, key=lossy.__contains__)  # all others are compared with the first
     models, rows, found = ({name: of[name] for name in order} for of in (models, rows, found))
     precision, sizes = precision_curves(rows, depths, lossy), sizes_of(next(iter(rows.values()))[0])

@@ -16,7 +16,6 @@ class RowScores:
     byte_nats: torch.Tensor  # [depths, rows] of the targets that encode bytes, without special tokens
     tokens: torch.Tensor  # [rows] targets
     bytes: torch.Tensor  # [rows]
-    kept: float = 1.0  # part of the text that its tokens give back, see share_kept
 
     @property
     def has_error(self) -> bool:
@@ -48,7 +47,7 @@ class RowScores:
 def mean_of(seeds: list[RowScores]) -> RowScores:
     """Average the scores of several seeds of a model on the same rows."""
     nats, byte_nats = (torch.stack([getattr(seed, name) for seed in seeds]).mean(0) for name in ("nats", "byte_nats"))
-    return RowScores(nats, byte_nats, seeds[0].tokens, seeds[0].bytes, seeds[0].kept)
+    return RowScores(nats, byte_nats, seeds[0].tokens, seeds[0].bytes)
 
 
 def variance_of_mean(seeds: list[RowScores]) -> torch.Tensor:

@@ -77,8 +77,7 @@ def core_scores(
     """
     suite = read_suite(bundle, examples, extended, tasks)
     setup = {"batch_size": batch_size, "device": device, "max_length": max_length}
-    setup |= {"trust_remote_code": trust_remote_code}
-    lm = LoopedLM(model, tokenizer=tokenizer, num_loops=loops, **setup)
+    lm = LoopedLM(model, tokenizer=tokenizer, num_loops=loops, trust_remote_code=trust_remote_code, **setup)
     if seeds is None:
         return scores_of(lm, suite)
     by_seed = {}
