@@ -179,7 +179,7 @@ def test_one_text_alone_has_the_form_whatever_the_tokenizer_makes_of_it(make, wo
     schema["additionalProperties"], ends = False, (tokenizer.eos_token_id,)
     words = grammars.words_of(tokenizer, len(tokenizer), ends)
     for seed in range(5):
-        keeps = grammars.KeepsToForm(grammars.matcher_of(json.dumps(schema), words).deep_copy(), 0)
+        keeps = grammars.KeepsToForm(grammars.matcher_of_rule(grammars.json_rule(schema), words).deep_copy(), 0)
         ids, generator = [], torch.Generator().manual_seed(seed)
         while ids[-1:] != [*ends]:
             scores = torch.randn(1, len(tokenizer), generator=generator)

@@ -93,7 +93,7 @@ def keeps_to_form(form: Form, model, generation_config, length: int) -> KeepsToF
 
 def form_of_schema(schema: dict, words) -> Form:
     try:
-        return Form("response_format", matcher_of(json.dumps(schema), words))
+        return Form("response_format", matcher_of_rule(json_rule(schema), words))
     except ValueError as error:
         raise ValueError(f"response_format has {error}") from error
 
@@ -105,11 +105,6 @@ def vocabulary(tokenizer, model):
         raise ValueError("a form of the answer is not served here: it needs the package llguidance")
     ends = model.generation_config.eos_token_id
     return words_of(tokenizer, model.config.vocab_size, tuple(ends) if isinstance(ends, list) else (ends,))
-
-
-def matcher_of(schema: str, words):
-    """Return the matcher of JSON of this schema; raise if it cannot be kept."""
-    return matcher_of_rule(json_rule(json.loads(schema)), words)
 
 
 def json_rule(schema: dict) -> str:

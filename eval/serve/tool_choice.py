@@ -7,7 +7,7 @@ from typing import Any
 from transformers.cli.serving.utils import ToolCall
 
 from .answer_parts import AnswerParts, parser_behind
-from .grammars import Form, json_rule, matcher_of, matcher_of_rule
+from .grammars import Form, json_rule, matcher_of_rule
 from .stop_texts import StopTexts
 
 
@@ -47,7 +47,7 @@ def form_of_call(functions: list[dict], tokenizer, words) -> Form:
     for function in functions:
         schema = {**(function.get("parameters") or {"additionalProperties": False}), "type": "object"}
         try:
-            matcher_of(json.dumps(schema), words)
+            matcher_of_rule(json_rule(schema), words)
         except ValueError as error:
             raise ValueError(f"the parameters of the tool {function['name']!r} have {error}") from error
         calls.append(f'{json.dumps(head(function))} {json_rule(schema)} "}}"')
