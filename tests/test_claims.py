@@ -1114,6 +1114,7 @@ def test_laws_are_fitted_to_the_runs_that_they_are_about(tmp_path, monkeypatch):
         for mean in (1, 2, 4):
             name, tested = f"{flops:g}_{mean}", [mean] if mean == 1 else [1, 2, 4, 8]
             run = {"run": name, "mean_depth": mean, "tokens": flops / mean, "flops": flops * (1 + mean / 100)}
+            run["effective_parameters"] = 1000 * mean
             rows[name] = [{**run, "test_depth": k, "loss": 3 + 1e18 / flops + 1 / k - mean / 9} for k in tested]
             (tmp_path / name / "final").mkdir(parents=True)
 
@@ -1145,6 +1146,9 @@ def test_laws_are_fitted_to_the_runs_that_they_are_about(tmp_path, monkeypatch):
     assert found["gains"] == pytest.approx([1 - 1 / 4 + 3 / 9] * 3)  # four loops are best
     assert {(run["run"], run["loss"]) for run in found["runs"]} == {
         (row["run"], row["loss"]) for of in rows.values() for row in of if row["test_depth"] == row["mean_depth"]
+    }
+    assert {run["run"]: run["loss_at"] for run in found["runs"]} == {
+        name: {row["test_depth"]: row["loss"] for row in of} for name, of in rows.items()
     }
     assert found["exponents"] == {"mean_depth": 0.4} and found["law"] == {"x": 0.7, "y": 0.5}
     assert (found["held_out_percent"], found["misfits"], found["floor_percent"]) == (1.5, {"power": 2.0}, 0.3)

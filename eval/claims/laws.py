@@ -20,9 +20,10 @@ def laws(folder: Path) -> dict:
     largest = max(budgets)
     looped = table.where(lambda row: not is_fixed_depth(row))
     known = trained.where(lambda row: row["flops"] < 0.9 * min(budgets[largest]["flops"].tolist()))
-    names = ("run", "mean_depth", "tokens", "flops", "loss")
+    names = ("run", "mean_depth", "effective_parameters", "tokens", "flops", "loss")
+    loss_at = {run: {row["test_depth"]: row["loss"] for row in rows.rows} for run, rows in table.by("run").items()}
     return {
-        "runs": [{name: row[name] for name in names} for row in trained.rows],
+        "runs": [{**{name: row[name] for name in names}, "loss_at": loss_at[row["run"]]} for row in trained.rows],
         "gains": [gain(group) for _, group in sorted(budgets.items())],
         **said(lambda: {"exponents": exponents(trained)}),
         **said(lambda: {"law": law(trained)}),

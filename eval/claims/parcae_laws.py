@@ -150,4 +150,5 @@ LAW_MEASUREMENTS = [
     Measurement("epoch", commands_of("epoch"), runs_of, SIX_SEEDS),
     Measurement("epoch_sizes", commands_of("epoch_sizes"), runs_of, SIX_SEEDS),
     Measurement("isoflop", commands_of("isoflop", "laws"), read_laws),
+    Measurement("isoflop_long", commands_of("isoflop_long", "laws"), read_laws),
 ]
