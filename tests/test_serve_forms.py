@@ -105,12 +105,6 @@ def test_every_answer_has_a_form_of_its_own(served):
     assert grammars.matcher_of_rule.cache_info().misses == before + 1
 
 
-def test_tools_could_not_be_called():
-    tools = [{"type": "function", "function": {"name": "f"}}]
-    with pytest.raises(ValueError, match="tools beside response_format could not be called"):
-        handlers.check_body({"messages": TURNS, "response_format": form(PERSON), "tools": tools}, tiny_config())
-
-
 def test_any_object_will_do(served):
     asked = {"model": "tiny", "messages": TURNS, "max_tokens": 8, "response_format": {"type": "json_object"}}
     assert served[2].chat.completions.create(**asked).choices[0].message.content.startswith("{")

@@ -7,6 +7,7 @@ import pytest
 
 from tests.helpers import tiny_model
 from tests.test_serve import byte_level_tokenizer, openai, serving
+from tests.test_serve_forms import form
 
 
 pytest.importorskip("llguidance")
@@ -70,6 +71,25 @@ def test_a_tool_that_must_be_called(served, name, stream):
     assert found == {name} or name is None and len(found) > 1
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_tool_is_called_or_the_answer_has_the_form(served, stream):
+    """As OpenAI's servers have it where a request has both; with a tool that must be called, the form has no effect."""
+    blanks = {str(token): -100 for text in " \n\r\t" for token in served[0](text).input_ids}
+    asked = {"tools": TOOLS, "temperature": 2.0, "logit_bias": blanks, "response_format": form({"enum": ["ab", "c"]})}
+    reasons = set()
+    for seed in range(8):
+        content, calls, reason = told(served[1], stream, seed=seed, **asked)
+        if calls:
+            [(called, arguments)] = calls
+            assert content == "" and arguments in ARGUMENTS[called]
+        else:
+            assert json.loads(content) in ("ab", "c")
+        reasons.add(reason)
+    assert reasons == {"tool_calls", "stop"}
+    assert told(served[1], stream, seed=0, tool_choice="required", **asked)[1]
+    assert not told(served[1], stream, seed=0, tool_choice="none", **asked)[1]
+
+
 def test_tools_that_may_not_be_called_are_not_shown(served):
     tokenizer, client = served
     sizes = {}
@@ -92,8 +112,16 @@ def test_tools_that_may_not_be_called_are_not_shown(served):
         ),
         ({"extra_body": {"draft_loops": 1}}, "tool_choice does not go with draft_loops=1: leave one out"),
         ({"extra_body": {"chat_template_kwargs": {"thinks": True}}}, "does not read '<call>.*auto"),
+        (
+            {"tool_choice": "auto", "response_format": form({}), "extra_body": {"chat_template_kwargs": {"thinks": 1}}},
+            "an answer that keeps to response_format could call no tool here: .*does not read.*leave it or the tools",
+        ),
+        (
+            {"tool_choice": "auto", "response_format": form({"type": "words"})},
+            "response_format has a schema that cannot be kept: Invalid type: words",
+        ),
     ],
-    ids=range(7),
+    ids=range(9),
 )
 @pytest.mark.parametrize("stream", [False, True])
 def test_calls_that_cannot_be_forced(served, asked, message, stream):

@@ -34,7 +34,7 @@ class Form:
     example: str | None = None  # of a tool call, without arguments
 
     @property
-    def is_call(self) -> bool:
+    def may_call(self) -> bool:
         return self.example is not None
 
 

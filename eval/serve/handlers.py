@@ -14,7 +14,7 @@ from transformers.cli.serving.utils import GenerationState, ReasoningText, ToolC
 from transformers.utils.chat_parsing import ResponseParser
 
 from .asked import Asked, current_request
-from .grammars import Form, form_of_schema, schema_of, vocabulary
+from .grammars import Form, form_of_schema, vocabulary
 from .http import with_whole_errors
 from .likelihoods import Likelihood, of_chat, of_completion
 from .request_checks import (
@@ -29,7 +29,7 @@ from .request_checks import (
 from .several import all_or_none, joined, one_by_one
 from .shared_generation import SharedGenerateManager, bad_request
 from .stop_texts import StopTexts
-from .tool_choice import form_of_call, functions_to_call
+from .tool_choice import form_asked, form_of_call
 
 
 class OneModel(ModelManager):
@@ -47,13 +47,12 @@ class OneModel(ModelManager):
 
     def load_model_and_processor(self, *args, **kwargs):
         form = current_request.get().form
-        return self.model, self.tokenizer if form is None or form.is_call else self.of_forms
+        return self.model, self.tokenizer if form is None or form.may_call else self.of_forms
 
     def form_of(self, schema: dict | None, functions: list[dict]) -> Form:
         words = vocabulary(self.of_forms, self.model)
-        if schema is not None:
-            return form_of_schema(schema, words)
-        return form_of_call(functions, self.tokenizer, words)
+        form = None if schema is None else form_of_schema(schema, words)
+        return form_of_call(functions, self.tokenizer, words, schema) if functions else form
 
     def parse_response(self, ids, template, **how) -> dict:
         """Return the fields of a whole answer in a conversation, with the tool calls that a stream would tell."""
@@ -87,10 +86,10 @@ class TakesDepth:
             check_body(body, self.model_manager.model.config)  # pyrefly: ignore[missing-attribute]
             bodies = one_by_one(body)
             check_several(body, len(bodies))
-            form, schema, functions = None, schema_of(body.get("response_format")), functions_to_call(body)
-            if schema is not None or functions:
+            form, asked = None, form_asked(body)
+            if asked != (None, []):
                 one = self.model_manager  # pyrefly: ignore[missing-attribute]
-                form = await asyncio.to_thread(one.form_of, schema, functions)  # other requests go on meanwhile
+                form = await asyncio.to_thread(one.form_of, *asked)  # other requests go on meanwhile
         except (ValueError, RecursionError) as error:
             raise bad_request(error) from error
         if len(bodies) == 1:

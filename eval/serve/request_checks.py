@@ -11,7 +11,6 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase, SequenceBias
 from modeling_looped.depth_options import DEPTH_FIELDS
 from modeling_looped.foreign_names import GENERATION_FIELDS, refuse_foreign
 
-from .grammars import schema_of
 from .stop_texts import LETTERS, decode
 
 
@@ -93,10 +92,6 @@ def check_body(body: dict, model_config: PreTrainedConfig):
         raise ValueError(f"n={count} must be from 1 to {MOST_ANSWERS}")
     check_logprobs(body)
     seed, tools = body.get("seed"), body.get("tools")
-    if schema_of(body.get("response_format")) is not None and tools:
-        raise ValueError(
-            "tools beside response_format could not be called, since the answer is of that form: leave one out"
-        )
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**63):
         raise ValueError(f"seed={seed!r} is no integer of 64 bits")
     if (bias := body.get("logit_bias")) is not None and not is_bias(bias):

@@ -252,7 +252,7 @@ class SharedGenerateManager(GenerateManager):
                 asked.processors.append(NeedsToken())
             if asked.form is not None:
                 asked.processors.append(keeps_to_form(asked.form, model, prepared, length))
-                if asked.form.is_call:
+                if asked.form.may_call:
                     check_call_is_read(asked.form, tokenizer, inputs["input_ids"][0].tolist())
             new_tokens = gen_config.max_new_tokens
             if new_tokens > room:

@@ -1,4 +1,5 @@
-"""Answers that must call a tool: in the form that the response_template of the tokenizer reads as a call."""
+"""Answers that call a tool where they must, or where else they keep to a schema: in the form that the response_template
+of the tokenizer reads as a call."""
 
 import json
 import re
@@ -7,20 +8,35 @@ from typing import Any
 from transformers.cli.serving.utils import ToolCall
 
 from .answer_parts import AnswerParts, parser_behind
-from .grammars import Form, json_rule, matcher_of_rule
+from .grammars import Form, json_rule, matcher_of_rule, schema_of
 from .stop_texts import StopTexts
 
 
 NAMED = '{"type": "function", "function": {"name": ...}}'
 # white space that a model may be used to write around the call; readers of JSON skip it
-RULE = "{begin} SPACE ({calls}) SPACE {end}\nSPACE: /[ \\n]{{0,2}}/"
+SPACE = "\nSPACE: /[ \\n]{0,2}/"
+
+WITHOUT_CALLS = {
+    "tool_choice": ("tool_choice can force no call", 'pass tool_choice="auto"'),
+    "response_format": (
+        "an answer that keeps to response_format could call no tool",
+        'leave it or the tools out, or pass tool_choice="none"',
+    ),
+}
 
 
-def functions_to_call(body: dict) -> list[dict]:
-    """Return the functions of which the answer must call one; none where it need not call any. Tools are checked."""
-    choice, functions = body.get("tool_choice"), [tool["function"] for tool in body.get("tools") or ()]
+def form_asked(body: dict) -> tuple[dict | None, list[dict]]:
+    """Return the schema of the answer and the functions of which it may call one instead; without a schema it must,
+    and with neither any answer will do. Tools are checked."""
+    schema, choice = schema_of(body.get("response_format")), body.get("tool_choice")
+    functions = [tool["function"] for tool in body.get("tools") or ()]
     if choice in (None, "none", "auto"):
-        return []
+        return schema, [] if schema is None else functions
+    return None, functions_to_call(choice, functions)
+
+
+def functions_to_call(choice: Any, functions: list[dict]) -> list[dict]:
+    """Return the functions of which the answer must call one."""
     name = name_in(choice)
     if choice != "required" and name is None:
         raise ValueError(f"tool_choice={choice!r} must be none, auto, required or {NAMED}")
@@ -38,22 +54,24 @@ def name_in(choice: Any) -> str | None:
     return name if isinstance(name, str) else None
 
 
-def form_of_call(functions: list[dict], tokenizer, words) -> Form:
-    """Return the form of an answer that calls one of these functions."""
+def form_of_call(functions: list[dict], tokenizer, words, schema: dict | None = None) -> Form:
+    """Return the form of an answer that calls one of these functions, or keeps to the schema if there is one."""
     template = getattr(tokenizer, "response_template", None) or {}
     field = template.get("fields", {}).get("tool_calls", {})
     begin, end = text_of(field, "open"), text_of(field, "close")
     calls = []
     for function in functions:
-        schema = {**(function.get("parameters") or {"additionalProperties": False}), "type": "object"}
+        arguments = json_rule({**(function.get("parameters") or {"additionalProperties": False}), "type": "object"})
         try:
-            matcher_of_rule(json_rule(schema), words)
+            matcher_of_rule(arguments, words)
         except ValueError as error:
             raise ValueError(f"the parameters of the tool {function['name']!r} have {error}") from error
-        calls.append(f'{json.dumps(head(function))} {json_rule(schema)} "}}"')
-    begin_rule, end_rule = rule_of(begin, tokenizer), rule_of(end, tokenizer)
-    rule = RULE.format(begin=begin_rule, calls=" | ".join(calls), end=end_rule)
-    return Form("tool_choice", matcher_of_rule(rule, words), f"{begin}{head(functions[0])}{{}}}}{end}")
+        calls.append(f'{json.dumps(head(function))} {arguments} "}}"')
+    rule = f"{rule_of(begin, tokenizer)} SPACE ({' | '.join(calls)}) SPACE {rule_of(end, tokenizer)}"
+    if schema is not None:
+        rule += f" | {json_rule(schema)}"
+    field = "tool_choice" if schema is None else "response_format"
+    return Form(field, matcher_of_rule(rule + SPACE, words), f"{begin}{head(functions[0])}{{}}}}{end}")
 
 
 def head(function: dict) -> str:
@@ -76,11 +94,12 @@ def rule_of(text: str, tokenizer) -> str:
 
 
 def check_call_is_read(form: Form, tokenizer, prompt: list[int]):
-    """Refuse a form that would not be read as a call behind this prompt, which may have opened thoughts."""
+    """Refuse a form whose call would not be read as one behind this prompt, which may have opened thoughts."""
     parser = parser_behind(tokenizer, prompt)
     told = [] if parser is None else AnswerParts(None, StopTexts(None), parser).read(form.example, is_last=True)
     if len(told) != 1 or not isinstance(told[0], ToolCall) or told[0].arguments != "{}":
+        fails, instead = WITHOUT_CALLS[form.field]
         raise ValueError(
-            "tool_choice can force no call here: behind this prompt the response_template of the model's tokenizer "
-            f'does not read {form.example!r} as one; pass tool_choice="auto"'
+            f"{fails} here: behind this prompt the response_template of the model's tokenizer does not read "
+            f"{form.example!r} as a call; {instead}"
         )
