@@ -8,7 +8,7 @@ from tokenizers import normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from tests import test_serve
-from tests.helpers import tiny_config, tiny_model
+from tests.helpers import tiny_model
 from tests.test_serve import TURNS, byte_level_tokenizer, check_refused, openai, serving, tiny_tokenizer
 
 

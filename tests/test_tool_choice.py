@@ -73,7 +73,7 @@ def test_a_tool_that_must_be_called(served, name, stream):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_tool_is_called_or_the_answer_has_the_form(served, stream):
-    """As OpenAI's servers have it where a request has both; with a tool that must be called, the form has no effect."""
+    """As OpenAI's servers have it where a request has both. A tool that must be called leaves the form no effect."""
     blanks = {str(token): -100 for text in " \n\r\t" for token in served[0](text).input_ids}
     asked = {"tools": TOOLS, "temperature": 2.0, "logit_bias": blanks, "response_format": form({"enum": ["ab", "c"]})}
     reasons = set()
@@ -113,7 +113,11 @@ def test_tools_that_may_not_be_called_are_not_shown(served):
         ({"extra_body": {"draft_loops": 1}}, "tool_choice does not go with draft_loops=1: leave one out"),
         ({"extra_body": {"chat_template_kwargs": {"thinks": True}}}, "does not read '<call>.*auto"),
         (
-            {"tool_choice": "auto", "response_format": form({}), "extra_body": {"chat_template_kwargs": {"thinks": 1}}},
+            {
+                "tool_choice": "auto",
+                "response_format": form({}),
+                "extra_body": {"chat_template_kwargs": {"thinks": 1}},
+            },
             "an answer that keeps to response_format could call no tool here: .*does not read.*leave it or the tools",
         ),
         (

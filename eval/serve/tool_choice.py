@@ -1,5 +1,5 @@
-"""Answers that call a tool where they must, or where else they keep to a schema: in the form that the response_template
-of the tokenizer reads as a call."""
+"""Answers that must call a tool, or may where else they keep to a schema. A call has the form that the
+response_template of the tokenizer reads as one."""
 
 import json
 import re
