@@ -26,8 +26,8 @@ def keep_fewer_activations(model: LoopedForCausalLM, how: bool | str):
     options = {"use_reentrant": False}
     if how == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, keep_products)
-    # the first name exists from transformers 5.23 on, the second in older versions
-    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+    # the first name exists from transformers 5.23 on, the second until transformers 6
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable(options, offload=how == "offload")
 
 
