@@ -28,7 +28,7 @@ PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 
 
 # passive: threads that wait let go of their core, which others may want
 demo: $(INSTALLED)
-	OMP_WAIT_POLICY=passive $(BIN)/python -m recipes.demo
+	@OMP_WAIT_POLICY=passive $(BIN)/looped demo; status=$$?; echo "first: . $(BIN)/activate"; exit $$status
 
 test: check
 	$(PYTEST) -m "not slow"
