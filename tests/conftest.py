@@ -75,6 +75,14 @@ def files_of_the_family_are_searched_once():
         yield
 
 
+@pytest.fixture(autouse=True, scope="session")
+def the_disk_is_not_waited_for():
+    """A training forces a hundred files to the disk. No test takes its power away."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", os.fstat)  # which also refuses what is no open file
+        yield
+
+
 @pytest.fixture(autouse=True)
 def one_seeded_thread():
     torch.set_num_threads(1)
