@@ -53,7 +53,7 @@ def manager(tasks):
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> str:
-    return save_model_and_tokenizer(tmp_path_factory.mktemp("model"))
+    return save_model_and_tokenizer(tmp_path_factory.mktemp("model"), num_core_layers=1)
 
 
 def run(model, manager, tasks=TASKS, batch_size=1, model_args=None, **options) -> dict:
@@ -213,7 +213,7 @@ def test_a_model_that_changes_is_asked_again(model, change):
     setup = {"tokenizer": tiny_tokenizer(), "batch_size": 2}
     lm, stock_lm = LoopedLM(looped, num_loops=[2, 4], **setup), HFLM(looped, backend="causal", **setup)
     likelihoods = []
-    for depth in (2, 2, 4, 4, 2):
+    for depth in (2, 2, 4):
         lm.at(depth)
         looped.config.num_loops = depth  # of the stock model
         found, expected = [], []
@@ -221,11 +221,11 @@ def test_a_model_that_changes_is_asked_again(model, change):
             answers += [log_p for log_p, _ in asked.loglikelihood([scored("a b c d"), scored("e")], True)]
             answers += asked.loglikelihood_rolling([Instance("loglikelihood_rolling", {}, ("a d",), 0)], True)
         assert found == pytest.approx(expected, rel=1e-5)
-        texts = [asked_to_write("a b"), asked_to_write("d c")]
+        texts = [asked_to_write("a b", max_gen_toks=3)]
         assert lm.generate_until(texts, True) == stock_lm.generate_until(texts, True)
         likelihoods.append(found[0])
         change(looped)
-    assert len({*likelihoods}) == 5
+    assert len({*likelihoods}) == 3
 
 
 def test_dropout_that_training_turned_on(tmp_path):
