@@ -31,6 +31,7 @@ from looped_recipes.settings.recipe import RecipeError, load_recipe, recipe_of_r
 from looped_recipes.settings.run_checks import check_run, note_on_windows
 from looped_recipes.settings.sections import LENGTHS, SECTIONS
 from looped_recipes.settings.sweep_files import is_sweep
+from looped_recipes.settings.yaml_files import parse_yaml
 from modeling_looped import LoopedConfig, LoopedForCausalLM, depths_of_step
 from modeling_looped.presets import PRESETS
 from tests.helpers import random_ids
@@ -883,6 +884,15 @@ def test_yaml_that_says_a_thing_twice_or_not_at_all(tmp_path):
     assert load_recipe(path) == load_recipe(base)
     path.write_text(f"extends: {base}\ntraining: {{steps: 010, seed: '7'}}\n")
     assert (load_recipe(path).training.steps, load_recipe(path).training.seed) == (10, 7)
+
+
+def test_a_text_that_is_read_again_gives_values_of_its_own():
+    """The runs of a sweep begin with the text of one recipe, and each changes what it holds."""
+    first, again = (parse_yaml("model: {window_pattern: [S, L]}", "a recipe") for _ in range(2))
+    first["model"]["window_pattern"].append("S")
+    assert (
+        again == parse_yaml("model: {window_pattern: [S, L]}", "a recipe") == {"model": {"window_pattern": ["S", "L"]}}
+    )
 
 
 def test_null_gives_a_setting_its_default_back(tmp_path):

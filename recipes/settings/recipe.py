@@ -7,6 +7,7 @@ of `LoopedConfig`.
 """
 
 import dataclasses
+import functools
 import math
 import re
 import types
@@ -214,7 +215,7 @@ def recipe_from_dict(raw: dict, where: str = "the recipe") -> Recipe:
     recipe = Recipe(model=_model_fields(_section(raw, "model", where), where, has_own_class))
     for name, section in SECTIONS.items():
         values = _section(raw, name, where)
-        hints = typing.get_type_hints(section)
+        hints = _types_of_fields(section)
         refuse_unknown(values, list(hints), where, f"key in {name}")
         checked = {key: _checked(value, hints[key], f"{name}.{key}", where) for key, value in values.items()}
         setattr(recipe, name, section(**checked))
@@ -228,6 +229,9 @@ def recipe_from_dict(raw: dict, where: str = "the recipe") -> Recipe:
     except RecipeError as error:
         raise RecipeError(f"{where}: {error}") from None
     return recipe
+
+
+_types_of_fields = functools.cache(typing.get_type_hints)
 
 
 def _section(raw: dict, name: str, where: str) -> dict:

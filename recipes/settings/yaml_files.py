@@ -4,7 +4,9 @@ with its place.
 Plain YAML 1.1 reads 010 as 8 and 1:30 as 90, and silently takes the last of two equal keys.
 """
 
+import copy
 import difflib
+import functools
 import re
 import reprlib
 from collections.abc import Iterable
@@ -91,10 +93,15 @@ StrictLoader.add_implicit_resolver(
 )
 
 
+@functools.lru_cache(maxsize=100)  # the runs of a sweep all begin with the text of one recipe
+def _loaded(text: str):
+    return yaml.load(text, StrictLoader)
+
+
 def parse_yaml(text: str, where: str):
     """Return the value of a YAML text; an error names `where`, the line and the column."""
     try:
-        return yaml.load(text, StrictLoader)
+        return copy.deepcopy(_loaded(text))
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: "
