@@ -499,7 +499,8 @@ OF_TOKENS.remove(dynamics.sensitivity)  # of whole rows
 @pytest.mark.parametrize("probe", OF_TOKENS)
 def test_a_token_whose_label_is_ignored_counts_nowhere(probe):
     """The last tokens of rows change nothing before them, so that rows without them are measured alike."""
-    model = tiny_model(injection="diagonal", exit_gate="raw", num_prelude_layers=1, num_coda_layers=1).double()
+    fields = {"num_prelude_layers": 1, "num_core_layers": 1, "num_coda_layers": 1}
+    model = tiny_model(injection="diagonal", exit_gate="raw", **fields).double()
     ids = BATCH["input_ids"]
     labels = ids.clone()
     labels[:, -1] = -100
