@@ -197,9 +197,8 @@ def test_passes_are_recorded_once_for_a_length(system, replays, monkeypatch):
 def test_changed_models_run_kernel_by_kernel(change, replays):
     model = model_of("plain")
     change(model)
-    with torch.compiler.set_stance(
-        "force_eager"
-    ):  # that a block is compiled counts, not what the compiler makes of it
+    # that a block is compiled counts, not what the compiler makes of it
+    with torch.compiler.set_stance("force_eager"):
         decode(model, *padded_prompt(), **WAYS["latent"])
     assert not replays
 
