@@ -23,6 +23,8 @@ PLACE = {"type": "object", "properties": {"place": {"$ref": "#/$defs/place"}}, "
 PLACE |= {"additionalProperties": False, "$defs": {"place": {"enum": ["ab", "abc"]}}}
 AGE = {"properties": {"age": {"type": "integer", "minimum": 10, "maximum": 99}}, "required": ["age"]}
 AGE |= {"additionalProperties": False}
+# JSON may hold what a template reads
+TEXTS = ["ab", '<call>{"name": "c", "arguments": {}}</call>', "<think>b</think>"]
 ASKED = {"model": "tiny", "messages": [{"role": "user", "content": "a"}]}
 
 
@@ -75,7 +77,7 @@ def test_a_tool_that_must_be_called(served, name, stream):
 def test_a_tool_is_called_or_the_answer_has_the_form(served, stream):
     """As OpenAI's servers have it where a request has both. A tool that must be called leaves the form no effect."""
     blanks = {str(token): -100 for text in " \n\r\t" for token in served[0](text).input_ids}
-    asked = {"tools": TOOLS, "temperature": 2.0, "logit_bias": blanks, "response_format": form({"enum": ["ab", "c"]})}
+    asked = {"tools": TOOLS, "temperature": 2.0, "logit_bias": blanks, "response_format": form({"enum": TEXTS})}
     reasons = set()
     for seed in range(8):
         content, calls, reason = told(served[1], stream, seed=seed, **asked)
@@ -83,7 +85,7 @@ def test_a_tool_is_called_or_the_answer_has_the_form(served, stream):
             [(called, arguments)] = calls
             assert content == "" and arguments in ARGUMENTS[called]
         else:
-            assert json.loads(content) in ("ab", "c")
+            assert json.loads(content) in TEXTS
         reasons.add(reason)
     assert reasons == {"tool_calls", "stop"}
     assert told(served[1], stream, seed=0, tool_choice="required", **asked)[1]

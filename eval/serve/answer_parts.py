@@ -1,7 +1,7 @@
 """An answer from its tokens: the same text and parts, whether it comes at once or as a stream."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 
 import torch
@@ -93,10 +93,20 @@ class AnswerParts:
 
     most_calls: how many tool calls are told; None: all. An answer whose only content is calls that are not told has
     their text as its content.
+    begin: how an answer begins that has parts; any other is one text, without the tokens `ends`. None: all have them.
     """
 
-    def __init__(self, text: TextOfTokens, stops: StopTexts, parser=None, most_calls: int | None = None):
+    def __init__(
+        self,
+        text: TextOfTokens,
+        stops: StopTexts,
+        parser=None,
+        most_calls: int | None = None,
+        begin: str | None = None,
+        ends: Iterable[int] = (),
+    ):
         self.text, self.stops, self.parser, self.most_calls = text, stops, parser, most_calls
+        self.begin, self.ends, self.waiting = begin, ends, ""
         self.held: dict[str, str] = {}  # white space at the end of each field that has begun
         self.num_calls, self.has_text, self.text_of_calls = 0, False, ""
 
@@ -111,6 +121,8 @@ class AnswerParts:
 
     def read(self, text: str, is_last: bool = False) -> list[str | ToolCall]:
         text = self.stops.before(text, is_last)
+        if self.parser is not None and self.begin is not None:
+            text = self.since_begin(text, is_last)
         if self.parser is None:
             return [text] if text else []
         events, is_read = [], False
@@ -128,6 +140,18 @@ class AnswerParts:
         if is_last and not self.num_calls and not self.has_text and self.text_of_calls.strip():
             told.append(self.text_of_calls.strip())
         return told
+
+    def since_begin(self, text: str, is_last: bool) -> str:
+        """Return "" until it is known whether the answer begins with `begin`, then its whole text."""
+        self.waiting += text
+        begun = self.waiting.lstrip()
+        if not is_last and begun != self.begin and self.begin.startswith(begun):
+            return ""
+        if not begun.startswith(self.begin):
+            self.parser = None
+            self.text.skipped.update(self.ends)
+        self.begin = None
+        return self.waiting
 
     def is_told(self, part: str | ToolCall) -> bool:
         if not isinstance(part, ToolCall):

@@ -83,7 +83,8 @@ class Asked:
             template = json.dumps(getattr(tokenizer, "response_template", None), ensure_ascii=False).replace("\\", "")
             ends = [end for end in ends if tokenizer.decode(end) not in template]
         text.skipped.update(ends)
-        return AnswerParts(text, self.stops, parser, self.most_calls)
+        begin = None if self.form is None else self.form.begin
+        return AnswerParts(text, self.stops, parser, self.most_calls, begin, self.end_tokens)
 
     def ends_with_call(self, tokenizer, prompt: list[int]) -> EndsWithCall | None:
         """Return what ends an answer that may have one tool call, or None where it may have more or none is read."""

@@ -31,11 +31,12 @@ class Form:
 
     field: str  # of the request, which asks for it
     matcher: Any  # of an answer that is to begin
-    example: str | None = None  # of a tool call, without arguments
+    begin: str | None = None  # of a tool call, where it may be one
+    example: str = ""  # of a tool call without arguments
 
     @property
     def may_call(self) -> bool:
-        return self.example is not None
+        return self.begin is not None
 
 
 def schema_of(response_format: Any) -> dict | None:

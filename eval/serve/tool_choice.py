@@ -71,7 +71,8 @@ def form_of_call(functions: list[dict], tokenizer, words, schema: dict | None = 
     if schema is not None:
         rule += f" | {json_rule(schema)}"
     field = "tool_choice" if schema is None else "response_format"
-    return Form(field, matcher_of_rule(rule + SPACE, words), f"{begin}{head(functions[0])}{{}}}}{end}")
+    example = f"{begin}{head(functions[0])}{{}}}}{end}"
+    return Form(field, matcher_of_rule(rule + SPACE, words), begin.strip(), example)
 
 
 def head(function: dict) -> str:
