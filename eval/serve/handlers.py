@@ -51,7 +51,7 @@ class OneModel(ModelManager):
 
     def form_of(self, schema: dict | None, functions: list[dict]) -> Form:
         words = vocabulary(self.of_forms, self.model)
-        form = None if schema is None else form_of_schema(schema, words)
+        form = None if schema is None else form_of_schema(schema, words)  # so that errors name it
         return form_of_call(functions, self.tokenizer, words, schema) if functions else form
 
     def parse_response(self, ids, template, **how) -> dict:
