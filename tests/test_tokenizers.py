@@ -12,7 +12,15 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
-from transformers import AutoTokenizer, LlamaTokenizer, PreTrainedTokenizerFast
+from transformers import (
+    AutoTokenizer,
+    BertTokenizer,
+    BigBirdTokenizer,
+    LlamaTokenizer,
+    PreTrainedTokenizerFast,
+    T5Tokenizer,
+    XLMRobertaTokenizer,
+)
 
 from looped_recipes.data.tokenizers import (
     SPECIAL_TOKENS,
@@ -303,6 +311,35 @@ def test_prompts_do_not_end_with_the_eos_of_a_tokenizer_that_is_brought_along(bo
     tokenizer.save_pretrained(tmp_path / "saved")
     for each in (tokenizer, AutoTokenizer.from_pretrained(tmp_path / "saved")):
         assert each("a").tokens() == ["<s>"] * bos + ["▁", "a"]
+
+
+PIECES = [(token, 0.0) for token in ["<pad>", "</s>", "<unk>", "<s>", "▁", "a", "b"]]
+WORDS = {token: id for id, token in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "a", "b"])}
+
+
+@pytest.mark.parametrize("tokens", ["both", "start", "end", "none"])
+@pytest.mark.parametrize(
+    "brought",
+    [
+        lambda: T5Tokenizer(vocab=PIECES, extra_ids=0),
+        lambda: XLMRobertaTokenizer(vocab=PIECES),
+        lambda: BigBirdTokenizer(vocab=PIECES),  # [SEP] behind prompts, which is not its eos
+        lambda: BertTokenizer(vocab=WORDS, eos_token="[SEP]"),
+        lambda: LlamaTokenizer(vocab={"<unk>": 0, "<s>": 1, "</s>": 2, "▁": 3, "a": 4}, merges=[], add_bos_token=True),
+    ],
+    ids=["t5", "xlmr", "bigbird", "bert", "llama"],
+)
+def test_classes_of_their_own_write_no_other_prompts_when_they_are_opened_again(brought, tokens, tmp_path):
+    brought().save_pretrained(tmp_path / "brought")
+    tokenizer = make_tokenizer(DataConfig(tokenizer=str(tmp_path / "brought"), document_tokens=tokens), ())
+    tokenizer.save_pretrained(tmp_path / "saved")
+    opened = AutoTokenizer.from_pretrained(tmp_path / "saved")
+    assert opened("a b") == tokenizer("a b") and opened("a").keys() == {"input_ids", "attention_mask"}
+    text = opened("a", add_special_tokens=False).tokens()
+    begin = opened("a").tokens()[: -len(text)]
+    assert opened("a").tokens() == [*begin, *text]
+    if tokens != "both":
+        assert begin == ([] if tokens == "none" else [tokenizer.bos_token])
 
 
 def test_settings_of_the_tokenizer_decide_what_shards_are_shared(tmp_path):

@@ -340,11 +340,10 @@ def _finished(tokenizer: Tokenizer, **special) -> PreTrainedTokenizerFast:
 
 
 def _end_no_prompt(tokenizer: PreTrainedTokenizerBase):
-    """Take the eos from the end of prompts if a tokenizer that is brought along writes it there: they are to go on."""
-    text, prompt = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (False, True))
-    if text[-1:] != prompt[-1:] == [tokenizer.eos_token_id]:
-        tokenizer.add_eos_token = False  # by which some classes write it again when they are opened
-        _begin_prompts(tokenizer, tokenizer.convert_ids_to_tokens(prompt[: -1 - len(text)]))
+    """Take what a tokenizer that is brought along writes behind prompts (an eos, `[SEP]`) away: they are to go on."""
+    of_template = tokenizer("a", return_special_tokens_mask=True)["special_tokens_mask"]
+    if 0 in of_template and of_template[-1]:
+        _begin_prompts(tokenizer, tokenizer("a").tokens()[: of_template.index(0)])
 
 
 def _begin_prompts(tokenizer: PreTrainedTokenizerBase, tokens: list[str]):
@@ -354,6 +353,11 @@ def _begin_prompts(tokenizer: PreTrainedTokenizerBase, tokens: list[str]):
         pair=[*tokens, "$A", *tokens, "$B"],
         special_tokens=[(token, tokenizer.convert_tokens_to_ids(token)) for token in tokens],
     )
+    # when they are opened, classes such as T5's write their own tokens around prompts, and so do these two settings
+    tokenizer.__class__ = PreTrainedTokenizerFast
+    tokenizer.model_input_names = PreTrainedTokenizerFast.model_input_names  # without BERT's token_type_ids
+    for name in ("add_bos_token", "add_eos_token"):
+        tokenizer.init_kwargs.pop(name, None)
 
 
 def in_groups(documents: Iterable, largest: int, length: float) -> Iterator[list]:
