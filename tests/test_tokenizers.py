@@ -276,6 +276,18 @@ def test_token_bytes_of_a_sentencepiece_like_tokenizer():
     assert lengths[6:].tolist() == [1] * 256
 
 
+def test_words_of_bert_have_the_space_before_them():
+    words = ["[UNK]", "[SEP]", "the", "cat", "##s", ".", "ü"]
+    backend = Tokenizer(models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.BertPreTokenizer(), decoders.WordPiece()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="[SEP]", unk_token="[UNK]")
+    lengths = token_bytes(tokenizer)
+    assert lengths.tolist() == [0, 0, 4, 4, 1, 1, 3]
+    text = "the cats. the ü"
+    assert lengths[tokenizer(text).input_ids].sum() == len(" " + text) + 1
+    assert tokenizer.decode(tokenizer(text).input_ids) == text
+
+
 def test_a_tokenizer_without_bos_begins_documents_with_its_eos(tmp_path):
     _foreign(tmp_path, eos_token="<end>")
     tokenizer = load_tokenizer(str(tmp_path))

@@ -294,6 +294,7 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
     """
     parts = json.loads(tokenizer.backend_tokenizer.to_str())
     kinds = json.dumps([parts["pre_tokenizer"], parts["decoder"]], ensure_ascii=False)
+    decoder = tokenizer.backend_tokenizer.decoder
     added = {token["id"]: token for token in parts["added_tokens"]}
     special = {token["id"] for token in added.values() if token["special"]} | set(tokenizer.all_special_ids)
     lengths = torch.zeros(num_ids(tokenizer), dtype=torch.int64)
@@ -306,9 +307,11 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
             lengths[index] = len(token)
         elif '"ByteFallback"' in kinds and len(token) == 6 and token.startswith("<0x"):
             lengths[index] = 1
+        elif '"WordPiece"' in kinds:  # with the space that its decoder writes before words
+            once, twice = (len(decoder.decode(tokens).encode()) for tokens in ([token], [token, token]))
+            lengths[index] = twice - once
         else:
-            text = token.replace("▁", " ") if "▁" in kinds else token
-            lengths[index] = len(text.removeprefix("##").encode() if '"WordPiece"' in kinds else text.encode())
+            lengths[index] = len((token.replace("▁", " ") if "▁" in kinds else token).encode())
     return lengths
 
 
