@@ -12,22 +12,25 @@ import random
 import re
 import shutil
 import signal
+import string
 import time
 from collections import Counter
 from datetime import date
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
 import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from accelerate import Accelerator
 from fsspec.compression import compr
 from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow.parquet import read_schema
 from pyarrow.parquet import write_table as write_parquet
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from looped_recipes import prepare
@@ -40,6 +43,7 @@ from looped_recipes.data.shards import open_prepared
 from looped_recipes.data.shuffle import rows_of_step
 from looped_recipes.data.sources import readable
 from looped_recipes.data.whole_zstd import OF_FSSPEC
+from looped_recipes.engine.validation import validate
 from looped_recipes.settings.recipe import DataConfig, RecipeError
 from tests.helpers import quick_and_slow, tiny_model, tiny_tokenizer
 from tests.helpers_data import WORDS, make_documents, plain_rows, write_jsonl
@@ -272,6 +276,30 @@ def test_bytes_of_targets_are_those_of_the_text_they_spell(make_data):
     for row, lengths in zip(batch["input_ids"].tolist(), num_bytes.tolist()):
         expected = [0 if token in special else len(tokenizer.decode([token]).encode()) for token in row[1:]]
         assert lengths == [*expected, 0]
+
+
+@pytest.mark.parametrize("tokens", ["both", "start", "end"])
+def test_bits_per_byte_leave_out_the_spaces_that_a_tokenizer_adds_before_texts(make_data, tmp_path, tokens):
+    """As that of Llama 2; in short texts they are many of the bytes."""
+    pieces = ["<s>", "</s>", "▁", *string.ascii_lowercase, *string.digits]
+    backend = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, []))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>").save_pretrained(tmp_path)
+    prepared = shards.prepare(make_data(tokenizer=str(tmp_path), document_tokens=tokens))
+    rows, counts = prepared.validation.of_length(prepared.validation.num_tokens), prepared.manifest["counts"]
+    labels = rows.batch([0])["labels"]
+    first = tokens == "end"  # no token is before the first one: it is no target
+    assert rows.bytes_before_texts(labels).item() == counts["validation"]["documents"] - first
+    num_bytes = (rows.num_bytes(labels).sum() - rows.bytes_before_texts(labels).sum()).item()
+    assert num_bytes == counts["validation"]["bytes"]
+
+    guessing = tiny_model(vocab_size=64, max_position_embeddings=rows.sequence_length)
+    torch.nn.init.zeros_(guessing.lm_head.weight)  # 6 bits for every token
+    how = {"training": SimpleNamespace(micro_batch_size=1, compile=False)}
+    recipe = SimpleNamespace(evaluation=SimpleNamespace(rows=1, loops=[1]), **how)
+    logged = validate(Accelerator(cpu=True), guessing, guessing.config, recipe, rows)
+    bits = 6 * (rows.num_bytes(labels) > 0).sum().item() / num_bytes
+    assert logged["validation/bits_per_byte_at_1"] == pytest.approx(bits, rel=1e-6)
 
 
 @pytest.mark.parametrize("cropped", ["keep", "drop"])

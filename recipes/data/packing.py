@@ -69,13 +69,14 @@ class PackedRows:
         learn_start: bool,  # predict `start`; not needed where it always follows an end token
         document_masking: bool,
         start_ends: bool,  # `start` is the last token of documents, and they have no start token
+        bytes_before_a_text: int = 0,  # which tokenizers add to its first token
     ):
         self.shards = list(shards)
         # the position in the stream where each shard begins, and at last the length of the stream
         self.begins = np.cumsum([0] + [len(shard) for shard in shards])
         self.sequence_length, self.stride, self.start = sequence_length, stride, start
         self.token_bytes, self.learn_start, self.document_masking = token_bytes, learn_start, document_masking
-        self.start_ends = start_ends
+        self.start_ends, self.bytes_before_a_text = start_ends, bytes_before_a_text
 
     @property
     def num_tokens(self) -> int:
@@ -121,7 +122,13 @@ class PackedRows:
     def num_bytes(self, labels: torch.Tensor) -> torch.Tensor:
         """Return the bytes of each position's target, int64 [rows, sequence_length]: 0 where there is no loss.
 
-        Bits per byte are the sum of the losses at positions with bytes, divided by ln 2 times the sum of these bytes.
+        Bits per byte are the sum of the losses at positions with bytes, divided by ln 2 times the sum of these bytes,
+        without `bytes_before_texts`.
         """
         targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
         return self.token_bytes[targets.clamp(min=0)].masked_fill(targets == IGNORE_INDEX, 0)
+
+    def bytes_before_texts(self, labels: torch.Tensor) -> torch.Tensor:
+        """Return how many bytes of the targets are in no text, int64 [rows]: the tokenizer added them before texts."""
+        is_start = (labels == self.start) | (labels == IGNORE_INDEX)  # no other token is without a label
+        return self.bytes_before_a_text * (is_start & (self.num_bytes(labels) > 0)).sum(-1)

@@ -45,6 +45,7 @@ from .tokenizers import (
     TRAINERS,
     Encoder,
     TokensAsTheyAre,
+    bytes_before_a_text,
     make_tokenizer,
     num_ids,
     start_id,
@@ -389,6 +390,7 @@ def _rows(folder: Path, shards: list[dict], data: DataConfig, tokenizer, lengths
         learn_start=learns_start(data, tokenizer),
         document_masking=data.document_masking,
         start_ends=data.document_tokens == "end",
+        bytes_before_a_text=bytes_before_a_text(tokenizer, lengths),
     )
 
 

@@ -38,6 +38,7 @@ def validate(accelerator: Accelerator, model, config, recipe: Recipe, validation
         # a process without rows left runs row 0 and does not count it: FSDP needs all processes in every pass
         batch = validation.batch([chosen[row] for row in rows or [0]])
         num_bytes = validation.num_bytes(batch["labels"]).to(accelerator.device)
+        before_texts = validation.bytes_before_texts(batch["labels"]).to(accelerator.device)
         batch = {key: value.to(accelerator.device) for key, value in batch.items()}
         losses = losses_at(model, config, loops, batch)
         labelled = torch.zeros_like(losses[0])
@@ -47,7 +48,7 @@ def validate(accelerator: Accelerator, model, config, recipe: Recipe, validation
             sums += (losses * labelled).sum((1, 2))
             labels += labelled.sum()
             nats[:, rows] = (losses * has_bytes).sum(-1)
-            bytes_of_rows[rows] = (num_bytes * has_bytes).sum(-1)
+            bytes_of_rows[rows] = (num_bytes * has_bytes).sum(-1) - before_texts
     model.train()
     to_shards(model)
     sums, labels, nats, bytes_of_rows = (
