@@ -69,6 +69,9 @@ def test_the_vocabulary_has_room_for_the_largest_id(tmp_path):
     recipe = load_recipe(tmp_path / "recipe.yaml", ["model.vocab_size=200"])
     with pytest.raises(RecipeError, match="tokenizer has ids of 201 entries, but the model's vocab_size is 200"):
         build_model(recipe, tokenizer)
+    named = load_recipe(tmp_path / "recipe.yaml", ["model.vocab_size=200", "data.tokenizer=folder"])
+    with pytest.raises(RecipeError, match="raise model.vocab_size, or use a smaller data.tokenizer$"):
+        build_model(named, tokenizer)
 
 
 @pytest.mark.parametrize("pad", [None, "y"])

@@ -8,7 +8,7 @@ from transformers import AutoTokenizer
 
 from looped_recipes.common.checksums import check_folder
 from looped_recipes.data.sources import looks_like_path
-from looped_recipes.data.tokenizers import num_ids, start_id
+from looped_recipes.data.tokenizers import TRAINERS, num_ids, start_id
 from looped_recipes.engine.distributed import check_split, check_units
 from looped_recipes.engine.kernels import check_device
 from looped_recipes.engine.tensor_parallel import data_rank
@@ -116,9 +116,10 @@ def build_model(recipe: Recipe, tokenizer) -> LoopedForCausalLM:
         check_positions(recipe, model.config)
     size = num_ids(tokenizer)
     if size > model.config.vocab_size:
+        smaller = "data.tokenizer_vocab_size" if recipe.data.tokenizer in TRAINERS else "data.tokenizer"
         raise RecipeError(
             f"the tokenizer has ids of {size} entries, but the model's vocab_size is {model.config.vocab_size}: raise "
-            "model.vocab_size, or use a smaller data.tokenizer_vocab_size"
+            f"model.vocab_size, or use a smaller {smaller}"
         )
     if recipe.training.freeze_all_but_gate:
         if model.exit_gate is None:
