@@ -16,6 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import BertTokenizer
 
 from looped_eval.benchmark import command as benchmark
 from looped_eval.benchmark import options as options_of_benchmark
@@ -744,6 +745,15 @@ def test_chat_refuses_what_it_cannot_do(folder):
         chat.main([str(folder), "a", "--max-new-tokens", "0"])
     with pytest.raises(ValueError, match="there is no folder"):
         chat.main([str(folder / "nothing"), "a"])
+
+
+def test_chat_and_server_read_no_token_types(tmp_path, capsys):
+    """BERT's tokenizer gives them, and `generate` refuses them."""
+    words = {word: i for i, word in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "b"])}
+    BertTokenizer(vocab=words, eos_token="[SEP]").save_pretrained(tmp_path)
+    tiny_model(eos_token_id=None).save_pretrained(tmp_path)
+    chat.main([str(tmp_path), "a", "b", *GREEDY])
+    assert "of 3 loops a token]" in capsys.readouterr().out
 
 
 def test_a_prompt_that_is_not_utf_8_is_refused(folder, monkeypatch):

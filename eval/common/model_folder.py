@@ -51,6 +51,7 @@ def open_tokenizer(folder: Path, name: str | None, config: LoopedConfig):
         raise ValueError(f"{folder} holds no tokenizer to read text with: save one there, or pass --tokenizer")
     tokenizer = named_tokenizer(name or str(folder))
     tokenizer.deprecation_warnings[LONG_TEXTS] = True  # no warning: texts are cut into windows
+    tokenizer.model_input_names = ["input_ids", "attention_mask"]  # without BERT's token_type_ids
     if len(tokenizer) > config.vocab_size:
         raise ValueError(f"the tokenizer has {len(tokenizer)} tokens, but the model vocab_size={config.vocab_size}")
     return tokenizer
