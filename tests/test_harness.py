@@ -21,14 +21,17 @@ from lm_eval.api.model import CachingLM
 from lm_eval.config.evaluate_config import EvaluatorConfig
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
+from tokenizers import Tokenizer, models
 from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
 
 from looped_eval.budget import command as budget
+from looped_eval.common.model_folder import open_tokenizer
 from looped_eval.harness import command as harness
 from looped_eval.harness.looped_lm import LoopedLM
 from looped_recipes.common.command_line import parse_depths
 from modeling_looped.exit_criteria import ExitRule
-from tests.helpers import tiny_tokenizer
+from tests.helpers import tiny_config, tiny_tokenizer
 from tests.helpers_harness import save_model_and_tokenizer, task_configs, task_documents, words
 from tests.helpers_processes import run_clean
 
@@ -1103,6 +1106,21 @@ def test_other_mistakes(model, tasks, tmp_path, monkeypatch):
     for path in Path(mute).glob("tokenizer*"):
         path.unlink()
     refused("no tokenizer could be opened", monkeypatch, tasks, f"pretrained={mute}")
+
+
+def test_tokenizers_that_do_not_fit_are_refused(tmp_path):
+    """Their tokens ended in an error of an index or of a type, once texts were scored."""
+    folder = save_model_and_tokenizer(tmp_path)
+    backend = Tokenizer(models.WordLevel({"a": 0, "far": 200}, unk_token="a"))  # no ids between
+    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="a").save_pretrained(folder)
+    for opened in (partial(LoopedLM, folder), lambda: open_tokenizer(tmp_path, None, tiny_config())):
+        with pytest.raises(ValueError, match="tokenizer has 201 tokens, but the model vocab_size=99"):
+            opened()
+    backend = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="a").save_pretrained(folder)
+    with pytest.raises(ValueError, match="the tokenizer has neither a bos nor an eos token"):
+        LoopedLM(folder)
+    assert LoopedLM(folder, prefix_token_id=1).prefix_token_id == 1
 
 
 def test_depths_in_the_generation_kwargs_of_a_task(model, tmp_path, monkeypatch):

@@ -8,7 +8,7 @@ from transformers import AutoTokenizer, PreTrainedConfig
 from looped_recipes.common.checksums import check_folder
 from looped_recipes.common.command_line import typed
 from looped_recipes.common.hub import can_only_be_path, model_inside
-from looped_recipes.data.tokenizers import start_id
+from looped_recipes.data.tokenizers import num_ids, start_id
 from modeling_looped import LoopedConfig, LoopedForCausalLM
 from modeling_looped.formats.registry import is_published
 from modeling_looped.loading import class_beside_weights
@@ -52,9 +52,13 @@ def open_tokenizer(folder: Path, name: str | None, config: LoopedConfig):
     tokenizer = named_tokenizer(name or str(folder))
     tokenizer.deprecation_warnings[LONG_TEXTS] = True  # no warning: texts are cut into windows
     tokenizer.model_input_names = ["input_ids", "attention_mask"]  # without BERT's token_type_ids
-    if len(tokenizer) > config.vocab_size:
-        raise ValueError(f"the tokenizer has {len(tokenizer)} tokens, but the model vocab_size={config.vocab_size}")
+    check_vocabulary(tokenizer, config)
     return tokenizer
+
+
+def check_vocabulary(tokenizer, config: LoopedConfig):
+    if (size := num_ids(tokenizer)) > config.vocab_size:  # of the largest id: there may be fewer tokens
+        raise ValueError(f"the tokenizer has {size} tokens, but the model vocab_size={config.vocab_size}")
 
 
 def named_tokenizer(name: str):

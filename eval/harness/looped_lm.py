@@ -31,7 +31,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
-from looped_eval.common.model_folder import LONG_TEXTS
+from looped_eval.common.model_folder import LONG_TEXTS, check_vocabulary, start_token
 from looped_recipes.common.command_line import parse_depths
 from looped_recipes.common.hub import model_inside
 from modeling_looped import generator_of, register_public_formats
@@ -99,6 +99,8 @@ class LoopedLM(HFLM):
         register_public_formats()
         super().__init__(pretrained, revision=revision, device=device or "auto", **{"backend": "causal", **kwargs})
         refuse_adapters_outside_layers(self.model)
+        if self.prefix_token_id is None:  # lm-eval needs one for every request
+            start_token(self.tokenizer)  # refuses
         self.tokenizer.deprecation_warnings[LONG_TEXTS] = True  # no warning about long texts: lm-eval cuts them
         if state_seed is not None:
             check_starts_from_noise(self.config)
@@ -191,6 +193,7 @@ class LoopedLM(HFLM):
                 f"no tokenizer could be opened in {tokenizer or pretrained!r} ({error}): save one there, or name "
                 "another folder with tokenizer=..."
             ) from error
+        check_vocabulary(self.tokenizer, self.config)
 
     # answers
 
