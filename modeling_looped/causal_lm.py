@@ -119,8 +119,9 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin, LoopedLoss
             "weighted" runs all loops and weights the logits of each with the probability of an exit there. In
             hidden_states, the states of a token after its exit are of loops that were not used.
         labels: [batch, length] tokens, shifted here; -100 is ignored. Or `shift_labels`, already shifted. As in
-            transformers' models, `ignore_index` names another label to ignore. A `loss_function` that was set gets
-            all keyword arguments that are not listed here; losses over loops refuse one, as it reads logits.
+            transformers' models, they may be those of the positions that `logits_to_keep` keeps, and `ignore_index`
+            names another label to ignore. A `loss_function` that was set gets all keyword arguments that are not
+            listed here; losses over loops refuse one, as it reads logits.
             The returned loss is the training objective, over all loops if `config.loop_loss` says so; for a
             perplexity take the last of `loop_losses`, with output_loop_losses=True.
         loss_positions: indices of the positions that have a shifted label, in the flattened [batch * length], as a
@@ -162,7 +163,8 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin, LoopedLoss
             refuse_with_exits(refused | asked._asdict())
             return forward_with_exits(self, exit_rule, inputs, depths, logits_to_keep, output_logits, kwargs)
 
-        shifted = self._shifted_labels(labels, shift_labels, shape, ignore_index)
+        keep = kept_positions(logits_to_keep)
+        shifted = self._shifted_labels(labels, shift_labels, shape, keep, ignore_index)
         targets = None if shifted is None else Labels(shifted, num_items_in_batch, loss_positions, of_loss)
         needed = asked.needed(self.config, has_loss=targets is not None)
         if targets is not None and not is_as_written(self, "auxiliary_loss"):
@@ -175,7 +177,6 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin, LoopedLoss
             has_loss=targets is not None,
             **kwargs,
         )
-        keep = kept_positions(logits_to_keep)
         logits = self.logits(outputs.last_hidden_state[:, keep]) if output_logits else None
         return self._output(outputs, asked, needed, logits, keep, depths, targets)
 

@@ -140,15 +140,19 @@ class LoopedLossMixin:
             return None
         return [parameter for module in modules for parameter in module.parameters()]
 
-    def _shifted_labels(self, labels, shift_labels, shape, ignore_index: int):
+    def _shifted_labels(self, labels, shift_labels, shape, keep, ignore_index: int):
         if labels is None and shift_labels is None:
             return None
         given = labels if shift_labels is None else shift_labels
-        if given.shape != shape:
+        of_all = None if given.shape == shape else given.new_full(shape, ignore_index)
+        if of_all is not None and of_all[:, keep].shape != given.shape:
             raise ValueError(
                 f"labels have shape {tuple(given.shape)}, but the input is {tuple(shape)}: pass one label per token, "
-                "unshifted, with -100 where there is nothing to learn"
+                "or per token of logits_to_keep, unshifted, with -100 where there is nothing to learn"
             )
         shifted = shift(labels) if shift_labels is None else shift_labels.contiguous()
+        if of_all is not None:
+            of_all[:, keep] = shifted
+            shifted = of_all
         shifted = shifted.long()
         return shifted if ignore_index == IGNORE_INDEX else shifted.masked_fill(shifted == ignore_index, IGNORE_INDEX)

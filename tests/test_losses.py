@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from looped_recipes.engine.compiling import fusible_cross_entropy_of
 from modeling_looped import ExitRule, LoopedForCausalLM, cross_entropy
+from modeling_looped.cross_entropy import shift
 from modeling_looped.layers import rotary_tables
 from modeling_looped.losses import exit_log_probabilities
 
@@ -671,6 +672,29 @@ def test_logits_in_another_order_change_no_loss():
     out = model(ids, labels=labels, logits_to_keep=backwards)
     torch.testing.assert_close(out.loss.double(), wanted.double(), rtol=1e-6, atol=0)
     torch.testing.assert_close(out.logits, model(ids).logits[:, backwards])
+
+
+@pytest.mark.parametrize("loss", SOME_LOSSES)
+@pytest.mark.parametrize("by_mask", [False, True])
+def test_labels_of_the_logits_that_are_kept(loss, by_mask):
+    """As ms-swift gives them: those of a number of last positions or, of one row, those of labelled positions, which
+    lie one before their labels."""
+    model, (ids, labels) = float64_model(**LOSSES[loss]), batch()
+    labels[:, :3] = IGNORE
+    keep = len(labels[0]) - 2
+    kept = labels[:, -keep:]
+    if by_mask:
+        ids, labels = ids[1:2], labels[1:2]
+        is_labelled = labels[0] != IGNORE
+        kept = F.pad(labels[:, is_labelled], (1, 0), value=IGNORE)
+        keep = F.pad(is_labelled[1:], (0, 1), value=True)
+    wanted, found = model(ids, labels=labels), model(ids, labels=kept, logits_to_keep=keep)
+    torch.testing.assert_close(found.loss.double(), wanted.loss.double(), rtol=1e-6, atol=0)
+    assert found.logits.shape[:2] == kept.shape
+    already = model(ids, shift_labels=shift(kept), logits_to_keep=keep).loss
+    torch.testing.assert_close(already, found.loss, rtol=0, atol=0)
+    with pytest.raises(ValueError, match="one label per token, or per token of logits_to_keep"):
+        model(ids, labels=kept[:, 1:], logits_to_keep=keep)
 
 
 @pytest.mark.parametrize("loss", SOME_LOSSES)
