@@ -144,7 +144,8 @@ def test_what_tools_pass_is_no_news(said, folder):
 def test_what_is_of_a_tokenizer_is_no_news(said, folder, monkeypatch):
     heard = []
     monkeypatch.setattr(configuration_utils.logger, "warning", heard.append)
-    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left", model_max_length=8, pad_token="<|eos|>")
+    given = {"padding_side": "left", "model_max_length": 8, "pad_token": "<|eos|>", "fix_mistral_regex": True}
+    tokenizer = AutoTokenizer.from_pretrained(folder, **given)
     assert (tokenizer.padding_side, tokenizer.model_max_length, tokenizer.pad_token) == ("left", 8, "<|eos|>")
     assert said == heard == []
     with pytest.raises(ValueError, match="`pad_token`; did you mean `pad_token_id`"):
