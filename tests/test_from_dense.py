@@ -25,6 +25,7 @@ from transformers.utils import logging
 from modeling_looped import LoopedConfig, LoopedForCausalLM, LoopedForSequenceClassification
 from modeling_looped.formats.families import FAMILIES
 from modeling_looped.formats.layer_choice import choose_layers
+from modeling_looped.loop_parameters import LoopDelta
 
 from .helpers import quick_and_slow, tiny_model
 
@@ -622,9 +623,12 @@ def test_nothing_that_is_set_afterwards_is_called_missing():
     dense = LlamaForCausalLM(LlamaConfig(**{**SIZES, "num_hidden_layers": 4})).eval()
     of_loops = {"num_loops": 2, "loop_lora_rank": 64, "loop_norms": True}
     with LoggingLevel(logging.WARNING), CaptureLogger(logging.get_logger("transformers")) as said:
-        LoopedForCausalLM.from_dense(dense, num_core_layers=2, core_init="average", **of_loops)
+        tied = LoopedForCausalLM.from_dense(dense, num_core_layers=2, core_init="average", **of_loops)
         model = LoopedForCausalLM.from_dense(dense, loop_change_gate=True, **of_loops)
     assert said.out == "" and model.model.change_gate.factor.abs().max() == 0
+    # where A and B were both 0, neither would learn
+    deltas = [part for part in tied.modules() if isinstance(part, LoopDelta)]
+    assert deltas and all(delta.a.abs().amax(-1).min() > 0 for delta in deltas)
     with LoggingLevel(logging.WARNING), CaptureLogger(logging.get_logger("transformers")) as said:
         LoopedForCausalLM.from_dense(dense, num_core_layers=2, num_loops=2, core_init="average", exit_gate="raw")
     assert "exit_gate" in said.out

@@ -50,7 +50,7 @@ OF_DENSE_MODELS = frozenset(
 LAYER = r"model\.layers\.(\d+)\.(.+)"
 OF_LOADING = frozenset("revision token cache_dir local_files_only force_download subfolder".split())
 # new parameters that start as zero or one, or as one of two factors of which the other is zero
-NEUTRAL = r"\.(loop_deltas|loop_embedding|modulation)\.|norm\.\w+$"
+NEUTRAL = r"\.(change_gate|loop_deltas|loop_embedding|modulation)\.|norm\.\w+$"
 FRESH_STATE = ("add", "diagonal")  # injections that pass the input on unchanged if the state is zero
 
 
@@ -94,7 +94,6 @@ def from_dense(
     state |= weights_of_injection(start.config, dense.dtype)
     has_residuals = start.config.has_sets_in_core and start.choice.tied is not None
     per_loop = weights_by_loop(layers, start.choice) if has_residuals else None
-    state |= zeros_of_loops(start.config, has_residuals, dense.dtype)
     to_dtype, device, generation_config = dtype or dense.dtype, dense.device, copy.deepcopy(dense.generation_config)
     del dense, layers  # this frees the layers that are left out
 
@@ -312,14 +311,6 @@ def mean(tensors: list[torch.Tensor]) -> torch.Tensor:
     for tensor in tensors[1:]:
         total += tensor.to(wide)
     return (total / len(tensors)).to(tensors[0].dtype)
-
-
-def zeros_of_loops(config: LoopedConfig, has_residuals: bool, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Return zeros for parameters that loading would report as missing: the low-rank deltas of loops, which are set
-    from the residuals afterwards, and the change gate, which is 0 at the start."""
-    parts = [".loop_deltas."] * has_residuals + [".change_gate."]
-    shapes = {name: shape for name, shape in shapes_of(config).items() if any(part in name for part in parts)}
-    return {name: torch.zeros(shape, dtype=dtype) for name, shape in shapes.items()}
 
 
 def weights_of_injection(config: LoopedConfig, dtype: torch.dtype) -> dict[str, torch.Tensor]:
