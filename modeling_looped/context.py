@@ -133,11 +133,12 @@ def name_of_loop(loop: Any) -> str:
     return f"loop {loop + 1}" if isinstance(loop, int) else "a loop"
 
 
-def context_of_tokens(trunk, ids, rotary, view, masks: dict | None = None) -> PassContext:
-    """Return the context of tokens at different positions and loops, which `view` knows. rotary: stacked tables."""
+def context_of_tokens(trunk, ids, rotary, view) -> PassContext:
+    """Return the context of tokens at different positions and loops, which `view` knows, and attends for. rotary:
+    stacked tables."""
     return PassContext(
         num_rows=len(ids),
-        masks=dict.fromkeys(trunk.layer_types) if masks is None else masks,
+        masks=dict.fromkeys(trunk.layer_types),
         position_ids=None,
         position_embeddings=rotary_by_kind(trunk, rotary),
         value_embeddings=trunk.value_embeddings(ids),

@@ -276,7 +276,7 @@ class LoopedAttention(LoopedLayer):
             is_paged = isinstance(cache, PagedAttentionCache)
             if kept_keys is not None and kept_values is not None:
                 keys, values = either(makes_keys, keys, kept_keys), either(makes_keys, values, kept_values)
-            elif cache is not None and not is_paged:  # a view of it knows which rows make keys
+            elif cache is not None and not is_paged:
                 keys, values = cache.update(keys, values, slot)
             for_later_loops = keys, values
             if is_paged and KERNELS_FILL_PAGES:

@@ -106,9 +106,7 @@ class StaticView:
             mask = visible(self.every_row, self.places, self.length, window, self.padding)
             self.masks_by_window[window] = mask
         keys, values = seen.unbind(2)
-        # query heads that share keys and values become several queries of one head: few kernels take groups and a mask
-        grouped = queries.unflatten(1, (keys.shape[1], -1)).squeeze(3)
-        return attend_to_all(grouped, keys, values, self.masks_by_window[window], scaling).reshape(queries.shape)
+        return attend_to_all(queries, keys, values, self.masks_by_window[window], scaling)
 
 
 class Standing(NamedTuple):

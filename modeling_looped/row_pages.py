@@ -303,9 +303,4 @@ def attend_to_copies(queries, memory, mask, scaling: float, softcap: float | Non
     seen &= (columns < num_read).repeat_interleave(PAGE, dim=1)
     copies = memory.unflatten(2, (-1, PAGE)).index_select(2, pages.flatten()).unflatten(2, (count, -1))
     keys, values = copies.flatten(3, 4).transpose(1, 2)
-    if softcap is None:
-        return attend_to_all(queries, keys, values, seen[:, None, None], scaling)
-    groups = queries.shape[1] // keys.shape[1]
-    keys, values = (states.repeat_interleave(groups, dim=1) for states in (keys, values))
-    scores = torch.tanh(queries @ keys.mT * (scaling / softcap)) * softcap
-    return scores.masked_fill(~seen[:, None, None], -torch.inf).softmax(-1) @ values
+    return attend_to_all(queries, keys, values, seen[:, None, None], scaling, softcap)

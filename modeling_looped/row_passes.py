@@ -91,10 +91,7 @@ class Tokens:
         return torch.cat(found)
 
     def context(self, loops: list[int]) -> PassContext:
-        trunk, view = self.trunk, self.view(loops)
-        eager = trunk.config._attn_implementation == "eager"
-        masks = None if view.row_attention else view.masks(trunk.dtype if eager else None)
-        return context_of_tokens(trunk, self.ids, self.rotary, view, masks)
+        return context_of_tokens(self.trunk, self.ids, self.rotary, self.view(loops))
 
     def view(self, loops: list[int]) -> Any:
         """Return a view of the caches: a RowView, JointView or PagedView."""

@@ -1,11 +1,10 @@
 """View of a cache for the blocks, during a pass over rows that are at different tokens and loops.
 
-`update` works like that of a cache: it copies what the tokens see into one batch. On a CPU `row_attention` replaces it
-where possible, and reads keys and values without copies. Rows of several caches attend cache by cache: `JointView`.
+`row_attention` writes keys and values and attends. Rows at one place read slices of the cache, and on a CPU each row
+reads its own where possible; else what the tokens see is copied into one batch. Rows of several caches: `JointView`.
 """
 
 import threading
-from collections.abc import Callable
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -18,17 +17,21 @@ from .int8_cache import attend_to_int8, sizes_of, steps_of
 from .tensors import on_device, wide_dtype
 
 
-def copy_each(targets: list[torch.Tensor], sources: list[torch.Tensor]):
-    for target, source in zip(targets, sources):
-        target.copy_(source)
-
-
-def attend_to_all(queries, keys, values, mask: torch.Tensor | None, scaling: float) -> torch.Tensor:
-    """Compute attention of single queries."""
-    if is_slow_single_query(queries):
+def attend_to_all(
+    queries, keys, values, mask: torch.Tensor | None, scaling: float, softcap: float | None = None
+) -> torch.Tensor:
+    """Compute attention of single queries, [rows, heads, 1, head_dim]; all heads have the same mask."""
+    if is_slow_single_query(queries) and softcap is None:
         return attend_single_query(queries, keys, values, mask, scaling)
-    grouped = queries.shape[1] != keys.shape[1]
-    return scaled_dot_product_attention(queries, keys, values, mask, scale=scaling, enable_gqa=grouped)
+    # query heads that share keys and values become several queries of one head: few kernels take groups and a mask
+    grouped = queries.unflatten(1, (keys.shape[1], -1)).squeeze(3)
+    if softcap is None:
+        return scaled_dot_product_attention(grouped, keys, values, mask, scale=scaling).reshape(queries.shape)
+    scores = torch.tanh(grouped @ keys.mT * (scaling / softcap)) * softcap
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    weights = scores.softmax(-1, dtype=wide_dtype(scores)).to(values.dtype)
+    return (weights @ values).reshape(queries.shape)
 
 
 _cudnn_lock, _cudnn_users, _cudnn_before = threading.Lock(), 0, True
@@ -91,7 +94,6 @@ class Span(NamedTuple):
 
     count: int
     seen: tuple  # what the last of them sees, [1, heads, 2, tokens, head_dim]: shape, strides and offset
-    own: tuple  # the tokens themselves, [count, heads, 2, head_dim]: shape, strides and offset
     mask: torch.Tensor | None  # which part of `seen` each of several tokens sees; None: all up to itself
 
 
@@ -127,48 +129,30 @@ class RowView:
         self.cache, self.padding, self.end = cache, padding, max(places) + 1
         cache.reserve(self.end)
         self.rows, self.places = rows, places
-        num_rows = len(cache.buffers[0])
-        all_at_one_loop = rows == list(range(num_rows)) and len(set(loops)) == 1
-        together = all_at_one_loop and len(set(places)) == 1
+        together = rows == list(range(len(cache.buffers[0]))) and len(set(loops)) == len(set(places)) == 1
         self.place = places[0] if together else None  # if all rows share one: slices, nothing is copied
         # row by row: what a row sees must lie in one piece, and the kernel has no softcap
-        has_softcap = cache.model_config.attention_softcap is not None
-        self.can_go_by_row = cache.is_on_cpu and not padding.has_holes and not has_softcap
-        self.goes_by_row = self.can_go_by_row and (cache.is_int8 or not together)
-        self.in_step = all_at_one_loop and self.end <= 2 * min(places)
-        self.go_to(loops)
-        # with fewer tokens than this, one call per token is faster than reading the unused cells
-        is_filled = len(set(rows)) < len(rows) and 3 * len(rows) >= 2 * num_rows * cache.num_stored_loops
-        is_grid = self.in_step or (is_filled and len(set(zip(rows, self.loops))) == len(rows))
-        self.in_grid = is_grid and not cache.is_int8  # int8 rows become floats one at a time
+        self.softcap = cache.model_config.attention_softcap
+        self.can_go_by_row = cache.is_on_cpu and not padding.has_holes and self.softcap is None
         self.masks_by_window = {}
+        self.go_to(loops)
 
     def go_to(self, loops: list[int]):
         config = self.cache.model_config
         self.loops = list(map(config.stored_loop, loops))
         # tokens at loops that make keys and values; those computed for other tokens are not used
         self.writing = [i for i, loop in enumerate(loops) if config.makes_keys(loop)]
-        self.one_loop = self.loops[0] if self.in_step else None
         self.written_at, self.spans_by_kind = {}, {}
-        # for each token its cell in the grid of rows and loops, and its place
-        self.cells: tuple[torch.Tensor, ...] | None = None
 
-    @property
-    def row_attention(self) -> Callable | None:
-        """The function that attention layers call instead of `update` and a kernel, or None."""
-        if not self.goes_by_row:
-            return None
-        if self.in_grid:
-            return self.attend_in_grid
-        return self.attend if self.place is None else self.attend_by_itself
-
-    def update(self, keys: torch.Tensor | None, values: torch.Tensor | None, slot: int, *args, **kwargs):
-        """Write keys and values, and return those that the tokens see, [rows, heads, tokens so far, head_dim] each.
-        slot: of the layer in the first loop. keys and values are None where no row's loop makes any."""
-        return self.cache.as_read(self.seen(keys, values, slot)).unbind(2)
+    def row_attention(self, queries, keys, values, slot: int, scaling: float) -> torch.Tensor:
+        """Write keys and values, and attend; [tokens, heads, 1, head_dim] each. slot: of the layer in the first loop.
+        keys and values are None where no token's loop makes any."""
+        if self.place is not None or not self.can_go_by_row:
+            return self.attend_to_seen(queries, keys, values, slot, scaling)
+        return self.attend_row_by_row(queries, keys, values, slot, scaling)
 
     def seen(self, keys: torch.Tensor | None, values: torch.Tensor | None, slot: int) -> torch.Tensor:
-        """Do the same as `update`, but return what is seen as it is stored, [rows, heads, 2, tokens so far, width]."""
+        """Write keys and values, and return what tokens see as stored, [tokens, heads, 2, tokens so far, width]."""
         buffer = self.cache.buffers[slot]
         if self.place is not None:
             of_loop = buffer[:, index_of_loop(self.loops[0], buffer.shape[1])]
@@ -176,48 +160,44 @@ class RowView:
                 of_loop[..., self.place : self.end, :] = self.cache.as_stored(torch.stack([keys, values], dim=2))
             return of_loop[..., : self.end, :]
         self.write(buffer, keys, values)
-        seen = buffer.new_empty(len(self.rows), *buffer.shape[2:4], self.end, buffer.shape[-1])
         of_loops = (buffer[row, index_of_loop(loop, buffer.shape[1])] for row, loop in zip(self.rows, self.loops))
-        copy_all = getattr(torch, "_foreach_copy_", copy_each)
-        copy_all(list(seen), [of_loop[:, :, : self.end] for of_loop in of_loops])
-        return seen
+        return torch.stack([of_loop[:, :, : self.end] for of_loop in of_loops])
 
-    def attend(self, *states_slot_and_scaling) -> torch.Tensor:
-        return attend_row_by_row([self], *states_slot_and_scaling)
-
-    def attend_in_grid(self, queries, keys, values, slot: int, scaling: float) -> torch.Tensor:
-        """Attend where all rows are at one loop, or rows have several tokens, each at its own loop: one call for all
-        loops of all rows, even those without a token, so that keys and values are read without copies."""
-        buffer, window = self.cache.buffers[slot], self.cache.windows[slot]
-        if self.one_loop is not None:
-            buffer = buffer[:, index_of_loop(self.one_loop, buffer.shape[1])].unsqueeze(1)
-        num_rows, num_loops = buffer.shape[:2]
-        if self.cells is None:  # the same in all layers of the core
-            cells = [row * num_loops + index_of_loop(loop, num_loops) for row, loop in zip(self.rows, self.loops)]
-            self.cells = torch.tensor([cells, self.places]).unbind()
-        cells, places = self.cells
-        if window not in self.masks_by_window:
-            ends = places.new_full((num_rows * num_loops,), self.end - 1).index_copy_(0, cells, places)
-            rows = torch.arange(num_rows).repeat_interleave(num_loops)
-            self.masks_by_window[window] = visible(rows, ends, self.end, window, self.padding)
-        buffer = buffer.flatten(0, 1)  # [cells, heads, 2, capacity, head_dim]
-        if keys is not None and self.writing:
-            buffer[cells[self.writing], :, :, places[self.writing]] = self.stored(keys, values)
-        grid = queries.new_zeros(len(buffer), *queries.shape[1:]).index_copy_(0, cells, queries)
-        keys, values = buffer[..., : self.end, :].unbind(2)
-        return attend_to_all(grid, keys, values, self.masks_by_window[window], scaling).index_select(0, cells)
-
-    def attend_by_itself(self, queries, keys, values, slot: int, scaling: float) -> torch.Tensor:
-        """Attend for rows with one token each, at any loops and places, if need be to copies of what they see."""
+    def attend_to_seen(self, queries, keys, values, slot: int, scaling: float) -> torch.Tensor:
+        """Attend at any loops and places, if need be to copies of what the tokens see."""
         seen, window = self.seen(keys, values, slot), self.cache.windows[slot]
         if window not in self.masks_by_window:
             self.masks_by_window[window] = self.mask(window)
         if (mask := self.masks_by_window[window]) is not None:
             mask = mask.to(seen.device)
-        if self.cache.is_int8:
+        if self.cache.is_int8 and self.can_go_by_row:
             return attend_to_int8(queries, steps_of(seen).to(wide_dtype(queries)), sizes_of(seen), mask, scaling)
-        keys, values = seen.unbind(2)
-        return attend_to_all(queries, keys, values, mask, scaling)
+        keys, values = self.cache.as_read(seen).unbind(2)
+        return attend_to_all(queries.to(keys.dtype), keys, values, mask, scaling, self.softcap)
+
+    def attend_row_by_row(self, queries, keys, values, slot: int, scaling: float) -> torch.Tensor:
+        """Attend row by row, each to what it sees, of any length.
+
+        For a single query in bfloat16, or on 8-bit keys and values, a row is first copied to floats. All rows use the
+        same memory, which therefore stays in the processor's cache.
+        """
+        buffer, spans, outputs = self.cache.buffers[slot], self.spans(slot), []
+        self.write(buffer, keys, values)
+        exact, grouped = is_slow_single_query(queries), queries.shape[1] != buffer.shape[2]
+        in_floats = queries.to(wide_dtype(queries)) if exact else queries
+        counts = [span.count for span in spans]
+        for span, its_queries, its_floats in zip(spans, queries.split(counts), in_floats.split(counts)):
+            held = buffer.as_strided(*span.seen)
+            if span.count > 1:
+                outputs.append(attend_to_span(its_queries, held, span.mask, scaling, grouped))
+            elif self.cache.is_int8:
+                steps = self.in_floats(steps_of(held), wide_dtype(queries))
+                outputs.append(attend_to_int8(its_floats, steps, sizes_of(held), None, scaling))
+            else:
+                keys, values = (self.in_floats(held, its_floats.dtype) if exact else held).unbind(2)
+                output = scaled_dot_product_attention(its_floats, keys, values, scale=scaling, enable_gqa=grouped)
+                outputs.append(output)
+        return torch.cat(outputs).to(queries.dtype)
 
     def in_floats(self, view: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return keys and values of one row as floats, in memory that the next row overwrites."""
@@ -257,20 +237,11 @@ class RowView:
                 start = self.padding.starts[row]
                 if window is not None:
                     start = max(start, place + 1 - window)
-                first, end = row * of_row + index_of_loop(loop, buffer.shape[1]) * of_loop, place + count
-                shape, strides = (1, heads, 2, end - start, head_dim), (of_row, of_head, of_part, of_token, 1)
-                own = (count, heads, 2, head_dim), (of_token, of_head, of_part, 1), first + place * of_token
+                first = row * of_row + index_of_loop(loop, buffer.shape[1]) * of_loop + start * of_token
+                shape = 1, heads, 2, place + count - start, head_dim
                 mask = None if count == 1 else causal_mask(place - start, count, window)
-                spans.append(Span(count, (shape, strides, first + start * of_token), own, mask))
+                spans.append(Span(count, (shape, (of_row, of_head, of_part, of_token, 1), first), mask))
         return self.spans_by_kind[kind]
-
-    def write_spans(self, buffer: torch.Tensor, spans: list[Span], stored: torch.Tensor):
-        """Write the new tokens, [tokens, heads, 2, head_dim], of spans whose loop makes keys and values."""
-        writes, start = set(self.writing), 0
-        for span, states in zip(spans, stored.split([span.count for span in spans])):
-            if start in writes:
-                buffer.as_strided(*span.own).copy_(states)
-            start += span.count
 
     def runs(self) -> list[tuple[int, int]]:
         """Return runs of consecutive tokens in one row and loop, which can attend together: first index and count."""
@@ -286,22 +257,6 @@ class RowView:
             before = *kind, place
         return runs
 
-    def masks(self, as_bias: torch.dtype | None) -> dict[str, torch.Tensor | None]:
-        """Return what each token may see, [rows, 1, 1, tokens so far], for each kind of attention.
-
-        as_bias: dtype of the masks for eager attention, which adds its mask to the scores.
-        """
-        masks = {"full_attention": self.mask(None)}
-        config = self.cache.model_config
-        if config.has_windows:
-            masks["sliding_attention"] = self.mask(config.sliding_window)
-        if as_bias is not None:
-            closed = torch.finfo(as_bias).min
-            for kind, mask in masks.items():
-                if mask is not None:
-                    masks[kind] = torch.zeros_like(mask, dtype=as_bias).masked_fill_(~mask, closed)
-        return masks
-
     def mask(self, window: int | None) -> torch.Tensor | None:
         sees_all = self.place is not None and (window is None or self.end <= window)
         if sees_all and self.padding.mask is None:
@@ -309,39 +264,6 @@ class RowView:
         device = self.cache.buffers[0].device
         rows, places = on_device([self.rows, self.places], device).unbind(0)
         return visible(rows, places, self.end, window, self.padding)
-
-
-def attend_row_by_row(views: list[RowView], queries, keys, values, slot: int, scaling: float) -> torch.Tensor:
-    """Compute attention of the tokens of all views, [tokens, heads, 1, head_dim], to what each sees, of any length.
-
-    For a single query in bfloat16, or on 8-bit keys and values, a row is first copied to floats. All rows use the same
-    memory, which therefore stays in the processor's cache.
-    """
-    new, outputs, start = None, [], 0  # new: [tokens, heads, 2, head_dim]
-    if keys is not None and values is not None:
-        new = torch.cat([keys, values], dim=2)
-    exact, grouped = is_slow_single_query(queries), queries.shape[1] != views[0].cache.buffers[slot].shape[2]
-    spans = [view.spans(slot) for view in views]
-    counts = [span.count for of_view in spans for span in of_view]
-    in_floats = queries.to(wide_dtype(queries)) if exact else queries
-    of_spans = iter(zip(queries.split(counts), in_floats.split(counts)))
-    for view, its_spans in zip(views, spans):
-        buffer, end = view.cache.buffers[slot], start + len(view.rows)
-        if new is not None and view.writing:
-            view.write_spans(buffer, its_spans, view.cache.as_stored(new[start:end]))
-        start = end
-        for span, (its_queries, its_floats) in zip(its_spans, of_spans):
-            held = buffer.as_strided(*span.seen)
-            if span.count > 1:
-                outputs.append(attend_to_span(its_queries, held, span.mask, scaling, grouped))
-                continue
-            if view.cache.is_int8:
-                steps = view.in_floats(steps_of(held), wide_dtype(queries))
-                outputs.append(attend_to_int8(its_floats, steps, sizes_of(held), None, scaling))
-                continue
-            keys, values = (view.in_floats(held, its_floats.dtype) if exact else held).unbind(2)
-            outputs.append(scaled_dot_product_attention(its_floats, keys, values, scale=scaling, enable_gqa=grouped))
-    return torch.cat(outputs).to(queries.dtype)
 
 
 def attend_to_span(queries, held, mask: torch.Tensor | None, scaling: float, grouped: bool) -> torch.Tensor:
@@ -359,15 +281,7 @@ class JointView:
     def __init__(self, views: list[RowView]):
         self.views, self.sizes = views, [len(view.rows) for view in views]
 
-    def row_attention(self, *states_slot_and_scaling) -> torch.Tensor:
-        if all(view.can_go_by_row for view in self.views):
-            return attend_row_by_row(self.views, *states_slot_and_scaling)
-        *states, slot, scaling = states_slot_and_scaling  # queries, keys, values
+    def row_attention(self, queries, keys, values, slot: int, scaling: float) -> torch.Tensor:
         none = [None] * len(self.views)
-        outputs = []
-        for view, *of_view in zip(
-            self.views, *(none if state is None else state.split(self.sizes) for state in states)
-        ):
-            attend = view.attend if view.can_go_by_row else view.attend_by_itself
-            outputs.append(attend(*of_view, slot, scaling))
-        return torch.cat(outputs)
+        parts = (none if states is None else states.split(self.sizes) for states in (queries, keys, values))
+        return torch.cat([view.row_attention(*its, slot, scaling) for view, *its in zip(self.views, *parts)])

@@ -32,7 +32,7 @@ from .cpu import multiplying_as_in, repeated_products
 from .depth import check_count
 from .depth_options import DepthOptions, as_python, listed, set_fields
 from .foreign_names import GENERATION_FIELDS
-from .row_engine import PassesOfOthers, decodes_in_pages
+from .row_engine import PassesOfOthers
 from .row_pages import Pages
 from .row_table import RowTable
 from .row_view import kernels_of_single_queries
@@ -168,12 +168,8 @@ class SharedPasses:
         decoder.error = None  # its frames would keep the decoder and its cache until garbage is collected
 
     def tick(self):
-        running = [decoder for decoder in self.decoders if not decoder.is_done]
         self.ticks += 1
-        # attention over rows of several caches has no softcap
-        apart = self.model.config.attention_softcap is not None and not decodes_in_pages(self.model)
-        for decoders in [[decoder] for decoder in running] if apart else [running]:
-            self.run(decoders)
+        self.run([decoder for decoder in self.decoders if not decoder.is_done])
 
     def run(self, decoders: list[ContinuousDecoder]):
         before, table = [decoder.progress() for decoder in decoders], dict(self.table)

@@ -143,6 +143,8 @@ class NaiveDecoder:
                 torch.stack(kind).repeat_interleave(group, dim=1).transpose(0, 1) for kind in zip(*seen)
             )  # [heads, seen, head_dim]
             scores = (seen_keys @ query[:, :, None]).squeeze(-1) / self.config.head_dim**0.5
+            if (cap := self.config.attention_softcap) is not None:
+                scores = cap * torch.tanh(scores / cap)
             outputs.append((scores.softmax(-1)[:, None] @ seen_values).flatten())
         return attention.o_proj(torch.stack(outputs))
 

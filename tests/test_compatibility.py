@@ -29,13 +29,12 @@ GONE = {
     ("transformers.cache_utils", "StaticCache"): True,
     ("transformers.cache_utils", "StaticLayer"): True,
     ("safetensors", "SafetensorError"): True,
-    ("torch.backends.cpu", "get_cpu_capability"): True,
+    ("torch.cpu", "get_capabilities"): True,
     ("torch.compiler", "nested_compile_region"): True,
     ("transformers.generation.logits_process", "EtaLogitsWarper"): True,
     ("transformers.generation.stopping_criteria", "StopStringCriteria"): True,
     ("torch.nn.attention.flex_attention", "BlockMask"): True,
     ("torch.nn.attention.flex_attention", "flex_attention"): True,
-    ("torch", "_foreach_copy_"): True,
     ("torch._C", "_are_functorch_transforms_active"): True,
 }
 FIELDS = {

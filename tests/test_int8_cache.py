@@ -19,6 +19,7 @@ SYSTEMS = {
     "grouped": {"num_key_value_heads": 2, "num_coda_layers": 1, "injection": "add"},
     "windows": {"num_prelude_layers": 1, "window_pattern": "SSL", "sliding_window": 4},
     "second_keys": {"key_value_interval": 2},
+    "softcap": {"attention_softcap": 0.5},
 }
 NEW = 6
 

@@ -124,12 +124,15 @@ def test_what_each_gives_alone(system, implementation):
     assert not passes.decoders and passes._rows == passes._tokens == 0
 
 
-def test_rows_with_a_softcap_of_attention_share_no_kernel():
-    model = build("softcap")
+def test_rows_with_a_softcap_of_attention_share_passes(monkeypatch):
+    """Though no kernel of torch attends with one."""
+    model, counts, run = build("softcap"), [], SharedPasses.run
     asked = requests(model, 3, ways=[{"num_loops": 2}, {"num_loops": 3}])
     alone = [model.generate(**request) for request in asked]
+    monkeypatch.setattr(SharedPasses, "run", lambda self, calls: counts.append(len(calls)) or run(self, calls))
     with SharedPasses(model) as passes:
         assert_same(together(passes, asked), alone)
+    assert max(counts) > 1
 
 
 SMALL = {"input_ids": random_ids(1, 4), "max_new_tokens": 40, "num_loops": 2, **GREEDY}
@@ -310,15 +313,15 @@ def test_a_short_prompt_goes_before_the_next_part_of_a_long_one(monkeypatch):
 
 def test_a_prompt_beside_rows_that_cannot_go_by_row(monkeypatch):
     """Those with holes between their tokens alone are copied."""
-    model, copied, by_itself = build("plain"), [], RowView.attend_by_itself
+    model, copied, to_seen = build("plain"), [], RowView.attend_to_seen
     holes = {**SMALL, "attention_mask": torch.tensor([[1, 0, 1, 1]])}
     alone = [model.generate(**request) for request in (holes, LARGE)]
 
     def counts(view, queries, *others):
         copied.append(len(queries))
-        return by_itself(view, queries, *others)
+        return to_seen(view, queries, *others)
 
-    monkeypatch.setattr(RowView, "attend_by_itself", counts)
+    monkeypatch.setattr(RowView, "attend_to_seen", counts)
     with SharedPasses(model) as passes:
         assert_same(together(passes, [holes, LARGE]), alone)
     assert set(copied) == {1}
