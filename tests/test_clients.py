@@ -3,6 +3,7 @@ that run the trunk alone, exporters that want batches of any size; and the real 
 
 import copy
 import importlib
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -787,6 +788,29 @@ def test_the_softcap_has_the_name_that_others_read(tmp_path):
     config.save_pretrained(tmp_path)
     assert LoopedConfig.from_pretrained(tmp_path).final_logit_softcapping == 5.0
     assert LoopedConfig().final_logit_softcapping is None
+
+
+def test_a_config_is_read_as_transformers_reads_it():
+    class Renamed(LoopedConfig):
+        attribute_map = {"n_embd": "hidden_size", "vocab_size": "hidden_size"}
+
+    renamed = Renamed(n_embd=96, num_attention_heads=12)
+    assert (renamed.n_embd, renamed.hidden_size, renamed.vocab_size) == (96, 96, 96)
+    with pytest.raises(AttributeError, match="'LoopedConfig' object has no attribute 'n_embd'"):
+        LoopedConfig().n_embd  # noqa: B018
+    with pytest.raises(RuntimeError, match="'hidden_size' is a per-layer attribute"):  # which no model here has
+        LoopedConfig(per_layer_config={0: {"hidden_size": 32}})
+
+
+def test_reading_a_config_takes_one_call_of_python():
+    """Of transformers' own it takes two, whose four looks take more than a microsecond."""
+    config, called = LoopedConfig(), []
+    sys.setprofile(lambda frame, event, argument: called.append(frame.f_code) if event == "call" else None)
+    try:
+        config.hidden_size  # noqa: B018
+    finally:
+        sys.setprofile(None)
+    assert called == [LoopedConfig.__getattribute__.__code__]
 
 
 # PEFT
