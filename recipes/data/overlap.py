@@ -13,7 +13,7 @@ DOUBLINGS = 4
 NGRAM = 2**DOUBLINGS  # tokens, about a dozen words
 MOST_TOKENS = 2**22  # validation tokens that are looked up; an evaluation reads fewer
 BLOCK = 2**20  # tokens at a time
-FILTER_BITS = 27  # leading bits of a hash: they index a table of 128 MiB that saves most lookups
+FILTER_BITS = 27  # leading bits of a hash, at most: they index a table of up to 128 MiB that saves most lookups
 FACTOR = 0x9E3779B97F4A7C15  # odd
 WORD = 2**64 - 1
 
@@ -23,11 +23,13 @@ def overlap(validation: Iterable[np.ndarray], training: Iterable[np.ndarray]) ->
     hashes = np.concatenate([ngram_hashes(block) for block in blocks(first(validation, MOST_TOKENS))] or [EMPTY])
     known, counts = np.unique(hashes, return_counts=True)
     found = np.zeros(len(known), dtype=bool)
-    maybe = np.zeros(2**FILTER_BITS, dtype=bool)
-    maybe[known >> np.uint64(64 - FILTER_BITS)] = True
+    bits = min(FILTER_BITS, len(known).bit_length() + 5)  # at least 32 places for each
+    unread = np.uint64(64 - bits)
+    maybe = np.zeros(2**bits, dtype=bool)
+    maybe[known >> unread] = True
     for block in blocks(training) if len(known) else ():
         seen = ngram_hashes(block)
-        seen = seen[maybe[seen >> np.uint64(64 - FILTER_BITS)]]
+        seen = seen[maybe[seen >> unread]]
         places = np.searchsorted(known, seen).clip(max=len(known) - 1)
         found[places[known[places] == seen]] = True
     return {"ngram": NGRAM, "validation_ngrams": len(hashes), "in_training": int(counts[found].sum())}
