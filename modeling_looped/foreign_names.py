@@ -6,6 +6,7 @@ that only they and their attention kernels read.
 """
 
 import difflib
+import functools
 from collections.abc import Collection, Iterable
 
 import torch
@@ -232,9 +233,16 @@ def meant(name: str, known: Collection[str], foreign: dict[str, str]) -> str | N
     """Return the name here that an unknown name probably stands for, or advice; None if it is like no known name."""
     if name.lower() in foreign:
         return foreign[name.lower()]
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.85)
-    foreign_close = [] if close else difflib.get_close_matches(name, foreign, n=1, cutoff=0.9)
-    return close[0] if close else foreign[foreign_close[0]] if foreign_close else None
+    if close := closest(name, tuple(known), 0.85):
+        return close
+    foreign_close = closest(name, tuple(foreign), 0.9)
+    return foreign[foreign_close] if foreign_close else None
+
+
+@functools.lru_cache(1000)
+def closest(name: str, known: tuple[str, ...], cutoff: float) -> str | None:
+    """Every model that is opened asks of the same few names that tools write, in milliseconds."""
+    return next(iter(difflib.get_close_matches(name, known, n=1, cutoff=cutoff)), None)
 
 
 def refuse_foreign(names: Iterable[str], known: Collection[str], what: str):

@@ -16,6 +16,7 @@ from modeling_looped import (
     LoopedForCausalLM,
     LoopedForSequenceClassification,
     LoopedModel,
+    foreign_names,
 )
 
 from .helpers import TINY, random_ids, tiny_config, tiny_model
@@ -589,3 +590,10 @@ def test_presets_do_not_share_what_can_change():
     first = LoopedConfig.from_preset("flt")
     first.rope_parameters["rope_theta"] = 1.0
     assert LoopedConfig.from_preset("flt").rope_parameters["rope_theta"] == 10000.0
+
+
+def test_a_name_that_tools_write_is_compared_with_those_here_once(monkeypatch):
+    """Every model that is opened brings the same ones: a tenth of the time in which a small one opens."""
+    tiny_config(written_by_a_tool=1)
+    monkeypatch.setattr(foreign_names.difflib, "get_close_matches", None)
+    tiny_config(written_by_a_tool=2)
