@@ -56,9 +56,11 @@ def files_of_model(folder: Path) -> str:
 def checksum_of_weights(model: torch.nn.Module) -> list[int]:
     """Return for each tensor of the model's state the sum of its bits, as integers, times random odd factors. It is
     taken on the tensor's device, and exact: one element that differs always changes it."""
-    factors = torch.randint(-(2**62), 2**62, (2**20,), generator=torch.Generator().manual_seed(0)) | 1
+    tensors = [x for value in model.state_dict().values() for x in plain_tensors(value)]
+    count = min(2**20, max((tensor.nbytes for tensor in tensors), default=0))  # of a small model no million is drawn
+    factors = torch.randint(-(2**62), 2**62, (count,), generator=torch.Generator().manual_seed(0)) | 1
     sums = []
-    for tensor in (x for value in model.state_dict().values() for x in plain_tensors(value)):
+    for tensor in tensors:
         integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(tensor.itemsize, torch.int64)
         factors, total = factors.to(tensor.device), torch.zeros((), dtype=torch.int64, device=tensor.device)
         for piece in tensor.detach().contiguous().flatten().view(integers).split(len(factors)):
