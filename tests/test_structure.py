@@ -1,6 +1,7 @@
 """Imports run one way: from evaluation to training to the model family, and in these from commands to common files."""
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -38,7 +39,9 @@ def imported(module: str) -> set[str]:
     return (found & FILES.keys()) - {module}
 
 
-IMPORTS = {module: imported(module) for module in FILES}
+@functools.cache
+def imports() -> dict[str, set[str]]:
+    return {module: imported(module) for module in FILES}
 
 
 def room(module: str) -> str:
@@ -78,17 +81,17 @@ def circles(graph: dict[str, set[str]]) -> list[set[str]]:
 def test_arrows_run_one_way(package, others):
     above = "looped_recipes.demo"  # trains and evaluates
     inside = [each for each in FILES if f"{each}.".startswith(f"{package}.") and not each.startswith(above)]
-    wrong = [(a, b) for a in inside for b in IMPORTS[a] if any(f"{b}.".startswith(f"{other}.") for other in others)]
+    wrong = [(a, b) for a in inside for b in imports()[a] if any(f"{b}.".startswith(f"{other}.") for other in others)]
     assert inside and wrong == []
 
 
 def test_no_circle_but_the_deliberate_one():
-    assert circles(IMPORTS) == [{f"modeling_looped.{name}" for name in DELIBERATE}]
+    assert circles(imports()) == [{f"modeling_looped.{name}" for name in DELIBERATE}]
 
 
 def test_no_circle_of_rooms():
     rooms = {room(module): set() for module in FILES}
-    for module, targets in IMPORTS.items():
+    for module, targets in imports().items():
         if module != "modeling_looped":  # the front door, through which all of the package is seen
             rooms[room(module)] |= {room(target) for target in targets} - {room(module)}
     assert circles(rooms) == []
@@ -115,7 +118,7 @@ def test_model_files_never_import_foreign_layouts():
     while rest:
         module = rest.pop()
         reached.add(module)
-        rest |= IMPORTS[module] - reached
+        rest |= imports()[module] - reached
     assert len(reached) > 20 and not any(module.startswith(formats) for module in reached)
 
 
