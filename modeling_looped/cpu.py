@@ -1,8 +1,8 @@
 """Decoding on a CPU: products of few rows and attention of single queries, faster than torch computes them.
 
 A reader can skip this file: up to rounding, `project(layer, x)` is `layer(x)` and `attend_single_query` is attention.
-`fast_paths` switches all of this and cpu_gradients.py on or off. A method is used where `looped benchmark products`
-shows a gain. Time over that of torch, with 1 to 8 rows, on AMD (Zen 5) and Intel (AVX512):
+`fast_paths` switches all of this on or off. A method is used where `looped benchmark products` shows a gain. Time over
+that of torch, with 1 to 8 rows, on AMD (Zen 5) and Intel (AVX512):
 
 - bfloat16 weights in oneDNN's order, since torch reorders them at every product: AMD .46 to .72, Intel .63 to .94
 - fp32 weights in that order: AMD .56 to .73 with one row on two threads (on one thread .6 to 1.1, and more for small
@@ -46,7 +46,7 @@ def fast_paths_are_on() -> bool:
 
 @contextmanager
 def fast_paths(enabled: bool):
-    """Switch the faster methods of this file and of cpu_gradients.py on or off inside the context, in all threads."""
+    """Switch the faster methods of this file on or off inside the context, in all threads."""
     global _is_on
     before, _is_on = _is_on, enabled
     try:

@@ -23,7 +23,6 @@ from .compatibility import (
     eager_attention,
 )
 from .cpu import attend_single_query, is_slow_single_query, project
-from .cpu_gradients import attend_causally
 from .loop_parameters import LoopDeltas
 from .norms import LoopedNorm, block_norm, configured_norm
 from .overrides import has_global_hooks, has_hooks, is_as_written, sdpa_is_as_written
@@ -67,16 +66,6 @@ def with_role(module: LinearOrTable, role: str, width: int | None = None) -> Lin
     """Mark a module with its role, which the init schemes read, and return it."""
     vars(module).update(init_role=role, init_width=width)
     return module
-
-
-def attend_on_cpu(queries, keys, values, mask, scaling: float) -> torch.Tensor | None:
-    """Attend with [rows, heads, length, head_dim], causally if there is no mask. Return None if torch is as fast, or
-    if another function was registered as sdpa."""
-    if torch.compiler.is_compiling() or not sdpa_is_as_written():
-        return None
-    if is_slow_single_query(queries):
-        return attend_single_query(queries, keys, values, mask, scaling)
-    return attend_causally(queries, keys, values, scaling) if mask is None else None
 
 
 def heads_of_rank(heads: torch.Tensor, num_heads: int, layer: nn.Module) -> torch.Tensor:
@@ -291,11 +280,8 @@ class LoopedAttention(LoopedLayer):
         """Return [rows, length, heads, head_dim], and attention weights or None."""
         is_plain = self.config._attn_implementation == "sdpa" and not kwargs.keys() & {"cache", "is_causal"}
         is_plain = is_plain and not (self.training and site.attention_dropout.p)
-        may_be_faster = queries.dtype == torch.bfloat16 and queries.device.type == "cpu"
-        if may_be_faster and is_plain and not torch.compiler.is_compiling() and is_our_site(site):
-            output = attend_on_cpu(queries, keys, values, mask, site.scaling)
-            if output is not None:
-                return output.transpose(1, 2), None
+        if is_plain and is_slow_single_query(queries) and sdpa_is_as_written() and is_our_site(site):
+            return attend_single_query(queries, keys, values, mask, site.scaling).transpose(1, 2), None
         if queries.dtype != values.dtype:  # else flash attention reads the dtype of a linear layer in the site
             queries, keys = queries.to(values.dtype), keys.to(values.dtype)
         return site(queries, keys, values, mask, **kwargs)

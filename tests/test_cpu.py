@@ -7,10 +7,14 @@ import torch
 from torch.nn import Linear
 from torch.nn import functional as F
 
-from modeling_looped import LoopedConfig, LoopedForCausalLM, cpu, cpu_gradients
-from modeling_looped.cpu import RepeatedProduct, project, repeated_products
-from modeling_looped.cpu_gradients import CausalAttention
-from modeling_looped.layers import attend_on_cpu
+from modeling_looped import LoopedConfig, LoopedForCausalLM, cpu
+from modeling_looped.cpu import (
+    RepeatedProduct,
+    attend_single_query,
+    is_slow_single_query,
+    project,
+    repeated_products,
+)
 from modeling_looped.shared_passes import SharedPasses
 
 from .helpers import random_ids, tiny_model
@@ -18,79 +22,6 @@ from .helpers import random_ids, tiny_model
 
 def error(found, exact) -> float:
     return (found.double() - exact).norm().item() / exact.norm().item()
-
-
-def exact_copies(*tensors):
-    return [tensor.detach().double().requires_grad_() for tensor in tensors]
-
-
-@pytest.mark.parametrize("length", [192, 300, 767])
-def test_gradients_of_causal_attention(length, monkeypatch):
-    monkeypatch.setattr(cpu_gradients, "SCORES_PER_BLOCK", 2**17)  # several blocks of heads too
-    torch.manual_seed(0)
-    shape = (2, length, 3, 16)
-    queries, keys, values, grad = (torch.randn(shape).bfloat16().transpose(1, 2) for _ in range(4))
-    inputs = [x.requires_grad_() for x in (queries, keys, values)]
-    found = CausalAttention.apply(*inputs, 0.3)
-    usual = F.scaled_dot_product_attention(*inputs, is_causal=True, scale=0.3)
-    assert torch.equal(found, usual)
-
-    exact = exact_copies(*inputs)
-    scores = 0.3 * exact[0] @ exact[1].mT
-    scores = scores.masked_fill(torch.ones(length, length, dtype=torch.bool).triu(1), float("-inf"))
-    expected = torch.autograd.grad(scores.softmax(-1) @ exact[2], exact, grad.double())
-    for mine, torchs, correct in zip(
-        torch.autograd.grad(found, inputs, grad), torch.autograd.grad(usual, inputs, grad), expected, strict=True
-    ):
-        assert error(mine, correct) < 1e-2  # 0.006 to 0.008
-        assert error(mine, correct) < 3 * error(torchs, correct)  # 1.4 to 2.6 times
-
-
-@pytest.mark.parametrize("head_dim", [32, 64, 128])
-def test_gradients_are_rounded_alike_at_every_scale(head_dim):
-    """The scale is no power of two with head_dim 32 and 128; one rounding more is seen best in gradients of values."""
-    torch.manual_seed(0)
-    *inputs, grad = (torch.randn(2, 4, 256, head_dim).bfloat16() for _ in range(4))
-    inputs, scale = [x.requires_grad_() for x in inputs], head_dim**-0.5
-
-    def attend(*inputs):
-        return F.scaled_dot_product_attention(*inputs, is_causal=True, scale=scale)
-
-    exact = exact_copies(*inputs)
-    expected = torch.autograd.grad(attend(*exact), exact, grad.double())
-    mine = torch.autograd.grad(CausalAttention.apply(*inputs, scale), inputs, grad)
-    torchs = torch.autograd.grad(attend(*inputs), inputs, grad)
-    ratios = [error(x, correct) / error(y, correct) for x, y, correct in zip(mine, torchs, expected, strict=True)]
-    assert max(ratios) < 2.2  # 1.8 to 2.1 for queries, 1.4 to 1.6 for keys
-    assert ratios[2] < 1.35  # 1.28 to 1.32
-
-
-@pytest.mark.parametrize("key_value_heads", [4, 2])
-def test_a_model_learns_with_them_what_it_learns_without(key_value_heads, monkeypatch):
-    config = LoopedConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_attention_heads=4,
-        num_key_value_heads=key_value_heads,
-        num_core_layers=2,
-        num_loops=2,
-    )
-    torch.manual_seed(0)
-    model, ids = LoopedForCausalLM(config).train(), torch.randint(3, 64, (2, 200))
-    monkeypatch.setattr(cpu_gradients, "MIN_SIZE", 0)
-    gradients, calls = {}, []
-    backward = CausalAttention.backward
-    monkeypatch.setattr(CausalAttention, "backward", lambda *args: calls.append(1) or backward(*args))
-    for kind in ("exact", "fast", "usual"):
-        model.to(torch.float64 if kind == "exact" else torch.bfloat16).zero_grad()
-        if kind == "usual":
-            monkeypatch.setattr(cpu_gradients, "MIN_SIZE", 2**30)
-        model(ids, labels=ids, use_cache=False).loss.backward()
-        gradients[kind] = torch.cat([p.grad.flatten().double() for p in model.parameters()])
-    assert len(calls) == 4  # layers times loops, once
-    fast, usual = (error(gradients[kind], gradients["exact"]) for kind in ("fast", "usual"))
-    assert 0 < fast < 1.5 * usual < 0.1  # 1.0 times; 0.006
 
 
 @pytest.mark.parametrize("mask_heads", [0, 1, 6])
@@ -101,7 +32,8 @@ def test_attention_of_single_queries(key_value_heads, mask_heads, monkeypatch):
     queries = torch.randn(3, 6, 1, 16).bfloat16()
     keys, values = (torch.randn(3, key_value_heads, 50, 16).bfloat16()[:, :, :41] for _ in range(2))
     mask = torch.rand(3, mask_heads, 1, 41) > 0.3 if mask_heads else None
-    found = attend_on_cpu(queries, keys, values, mask, 0.3)
+    assert is_slow_single_query(queries)
+    found = attend_single_query(queries, keys, values, mask, 0.3)
     assert found.shape == queries.shape
     exact_keys, exact_values = (x.double().repeat_interleave(6 // key_value_heads, 1) for x in (keys, values))
     scores = 0.3 * queries.double() @ exact_keys.mT
@@ -111,22 +43,11 @@ def test_attention_of_single_queries(key_value_heads, mask_heads, monkeypatch):
 
 
 def test_the_usual_where_torch_does_as_well(monkeypatch):
-    monkeypatch.setattr(cpu_gradients, "MIN_SIZE", 0)
-    queries, keys, values = (torch.randn(2, 4, 200, 16).bfloat16() for _ in range(3))
-    with torch.no_grad():
-        assert attend_on_cpu(queries, keys, values, None, 1.0) is None
-    learnt = queries.clone().requires_grad_()
-    with torch.enable_grad():
-        assert attend_on_cpu(learnt, keys, values, None, 1.0) is not None
-        assert attend_on_cpu(learnt, keys, values, torch.ones(1, 1, 200, 200, dtype=torch.bool), 1.0) is None
-        assert attend_on_cpu(learnt.float(), keys.float(), values.float(), None, 1.0) is None
-        assert attend_on_cpu(learnt[:, :, :100], keys, values, None, 1.0) is None
-        assert attend_on_cpu(learnt[:1, :2], keys[:1, :2], values[:1, :2], None, 1.0) is None  # few heads
-        monkeypatch.setattr(cpu_gradients, "MIN_SIZE", learnt.numel() + 1)
-        assert attend_on_cpu(learnt, keys, values, None, 1.0) is None
-    assert attend_on_cpu(queries[:, :, :1].float(), keys.float(), values.float(), None, 1.0) is None
+    queries = torch.randn(2, 4, 200, 16).bfloat16()
+    assert not is_slow_single_query(queries)
+    assert not is_slow_single_query(queries[:, :, :1].float())
     monkeypatch.setattr(cpu, "has_amx", lambda: True)
-    assert attend_on_cpu(queries[:, :, :1], keys, values, None, 1.0) is None
+    assert not is_slow_single_query(queries[:, :, :1])
 
 
 def test_products_end_with_the_generation():

@@ -9,9 +9,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from modeling_looped import LoopedForCausalLM, cpu, cpu_gradients, row_graphs
-from modeling_looped.cpu import fast_paths, project, repeated_products
-from modeling_looped.layers import attend_on_cpu
+from modeling_looped import LoopedForCausalLM, cpu, row_graphs
+from modeling_looped.cpu import fast_paths, is_slow_single_query, project, repeated_products
 from modeling_looped.presets import PRESETS
 from modeling_looped.switches import is_switched_on
 
@@ -82,16 +81,13 @@ def test_tokens_are_those_without_fast_paths(dtype, how, monkeypatch):
 
 
 def test_switched_off_everything_is_torchs(monkeypatch):
-    monkeypatch.setattr(cpu_gradients, "MIN_SIZE", 0)
     layer, x = nn.Linear(48, 20), torch.randn(1, 48)
-    queries = torch.randn(2, 4, 200, 16).bfloat16().requires_grad_()
-    assert attend_on_cpu(queries, queries, queries, None, 1.0) is not None
-    assert attend_on_cpu(queries[:, :, :1], queries, queries, None, 1.0) is not None
+    query = torch.randn(2, 4, 1, 16).bfloat16()
+    assert is_slow_single_query(query)
     with fast_paths(False), repeated_products(layer):
         assert not cpu._products.get()
         assert torch.equal(project(layer, x), F.linear(x, layer.weight, layer.bias))
-        assert attend_on_cpu(queries, queries, queries, None, 1.0) is None
-        assert attend_on_cpu(queries[:, :, :1], queries, queries, None, 1.0) is None
+        assert not is_slow_single_query(query)
 
 
 @pytest.mark.parametrize("name", [cpu.SWITCH, row_graphs.SWITCH])
@@ -220,23 +216,6 @@ def test_without_an_operator_of_decoding(name, how, monkeypatch):
     calls = watched_calls(monkeypatch)
     assert torch.equal(generate(model), expected)
     assert not calls
-
-
-def test_without_the_operator_of_training(monkeypatch):
-    monkeypatch.setattr(cpu_gradients, "MIN_SIZE", 0)
-    model = LoopedForCausalLM(tiny_config(max_position_embeddings=256)).to(torch.bfloat16).train()
-    ids = random_ids(1, 200)
-
-    def gradients():
-        model.zero_grad()
-        model(ids, labels=ids, use_cache=False).loss.backward()
-        return torch.cat([p.grad.flatten() for p in model.parameters()])
-
-    with fast_paths(False):
-        usual = gradients()
-    assert not torch.equal(gradients(), usual)
-    monkeypatch.setattr(torch.ops, "aten", SimpleNamespace())
-    assert torch.equal(gradients(), usual)
 
 
 def test_where_torch_does_not_tell_who_watches_the_call_is_usual(monkeypatch):

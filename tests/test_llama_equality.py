@@ -107,9 +107,8 @@ def test_packed_documents():
 
 
 @pytest.fixture(params=["usual", "fast"])
-def kernels(request, monkeypatch):
+def kernels(request):
     """torch's own, whose results are Llama's to the last bit; or those of cpu.py, to rounding."""
-    monkeypatch.setattr("modeling_looped.cpu_gradients.MIN_SIZE", 0)
     with fast_paths(request.param == "fast"):
         yield request.param
 

@@ -22,7 +22,6 @@ from modeling_looped import (
     LoopedForSequenceClassification,
     SharedPasses,
     checks,
-    cpu_gradients,
 )
 from modeling_looped.auto_classes import AUTO_CLASSES
 from modeling_looped.config_errors import LoopedConfigError
@@ -329,8 +328,7 @@ def test_decoding_in_rows_refuses_attention_that_it_would_not_call(change, optio
 
 @pytest.mark.parametrize("change", [with_own_site, with_replaced_sites, with_hooked_sites, with_a_global_hook])
 def test_own_sites_are_called_where_the_cpu_has_faster_ways(change, monkeypatch):
-    """Of single queries, and of gradients, in bfloat16."""
-    monkeypatch.setattr(cpu_gradients, "MIN_SIZE", 0)
+    """Of single queries in bfloat16."""
     model, ids = tiny_model(num_core_layers=1, num_loops=2, max_position_embeddings=256).bfloat16(), random_ids(2, 200)
 
     def last_logits():
