@@ -129,6 +129,11 @@ def sdpa_is_as_written() -> bool:
     return ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa_attention_forward
 
 
+def attention_is_as_written(name: str) -> bool:
+    """Return whether neither "sdpa" nor, in a model that uses it, "eager" stands for a function of others."""
+    return sdpa_is_as_written() and (name != "eager" or name not in ALL_ATTENTION_FUNCTIONS)
+
+
 def is_split(model) -> bool:
     """Return whether layers run on more than one device; offloaded layers run on the device of the other layers."""
     return len({*getattr(model, "hf_device_map", {}).values()} - {"cpu", "disk"}) > 1

@@ -18,7 +18,7 @@ from .compatibility import CACHE, look_up, named_cache
 from .depth import check_depths
 from .exit_criteria import ExitRule
 from .outputs import LoopedGenerateOutput
-from .overrides import has_hooks, is_as_written, is_split, sdpa_is_as_written
+from .overrides import attention_is_as_written, has_hooks, is_as_written, is_split
 from .row_graphs import RowGraphs, can_have_graphs
 from .row_pages import PagedRows, Pages
 from .row_passes import TOKENS_OF_COPIES, TokensOfEngine, enter
@@ -80,7 +80,9 @@ def has_own_passes(model) -> bool:
         **dict.fromkeys(attentions, ("forward", "attend")),
         **dict.fromkeys(trunk.attention_sites, ("forward",)),
     }
-    return sdpa_is_as_written() and all(is_as_written(part, *methods) for part, methods in parts.items())
+    if not attention_is_as_written(trunk.config._attn_implementation):
+        return False
+    return all(is_as_written(part, *methods) for part, methods in parts.items())
 
 
 def has_hooks_on_passes(model) -> bool:

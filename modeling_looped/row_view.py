@@ -131,8 +131,8 @@ class RowView:
         self.rows, self.places = rows, places
         together = rows == list(range(len(cache.buffers[0]))) and len(set(loops)) == len(set(places)) == 1
         self.place = places[0] if together else None  # if all rows share one: slices, nothing is copied
-        # row by row: what a row sees must lie in one piece, and the kernel has no softcap
         self.softcap = cache.model_config.attention_softcap
+        # row by row: what a row sees must lie in one piece, and the kernel has no softcap
         self.can_go_by_row = cache.is_on_cpu and not padding.has_holes and self.softcap is None
         self.masks_by_window = {}
         self.go_to(loops)

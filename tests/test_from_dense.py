@@ -618,17 +618,25 @@ def test_what_is_new_and_random_is_called_missing(tmp_path):
     assert "loop_deltas" in said_of(LoopedForCausalLM.from_pretrained, tmp_path, strict=False)
 
 
+@pytest.mark.parametrize("core_init", ["average", "stepwise", "lower"])
+def test_every_part_of_a_delta_can_learn(core_init):
+    """Where A and B are both 0, neither gets a gradient. The shared layer itself leaves a residual of 0."""
+    dense = LlamaForCausalLM(LlamaConfig(**{**SIZES, "num_hidden_layers": 4}))
+    model = LoopedForCausalLM.from_dense(
+        dense, num_core_layers=2, num_loops=2, core_init=core_init, loop_lora_rank=64, loop_norms=True
+    )
+    deltas = [part for part in model.modules() if isinstance(part, LoopDelta)]
+    assert deltas and all(delta.a.abs().amax(-1).min() > 0 for delta in deltas)
+
+
 def test_nothing_that_is_set_afterwards_is_called_missing():
     """Of what is new, as heads that have nothing to begin from, transformers still says so."""
     dense = LlamaForCausalLM(LlamaConfig(**{**SIZES, "num_hidden_layers": 4})).eval()
     of_loops = {"num_loops": 2, "loop_lora_rank": 64, "loop_norms": True}
     with LoggingLevel(logging.WARNING), CaptureLogger(logging.get_logger("transformers")) as said:
-        tied = LoopedForCausalLM.from_dense(dense, num_core_layers=2, core_init="average", **of_loops)
+        LoopedForCausalLM.from_dense(dense, num_core_layers=2, core_init="average", **of_loops)
         model = LoopedForCausalLM.from_dense(dense, loop_change_gate=True, **of_loops)
     assert said.out == "" and model.model.change_gate.factor.abs().max() == 0
-    # where A and B were both 0, neither would learn
-    deltas = [part for part in tied.modules() if isinstance(part, LoopDelta)]
-    assert deltas and all(delta.a.abs().amax(-1).min() > 0 for delta in deltas)
     with LoggingLevel(logging.WARNING), CaptureLogger(logging.get_logger("transformers")) as said:
         LoopedForCausalLM.from_dense(dense, num_core_layers=2, num_loops=2, core_init="average", exit_gate="raw")
     assert "exit_gate" in said.out

@@ -24,6 +24,7 @@ from modeling_looped import (
     checks,
 )
 from modeling_looped.auto_classes import AUTO_CLASSES
+from modeling_looped.compatibility import eager_attention
 from modeling_looped.config_errors import LoopedConfigError
 from modeling_looped.cpu import fast_paths
 from modeling_looped.depth import one_or_rows
@@ -317,7 +318,14 @@ def with_own_kernel(model, monkeypatch):
     monkeypatch.setitem(registered, "sdpa", lambda *args, **kwargs: of_torch(*args, **kwargs))
 
 
-@pytest.mark.parametrize("change", [with_own_attention, with_own_site, with_own_masks, with_own_kernel])
+def with_own_eager_kernel(model, monkeypatch):
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "eager", eager_attention)
+    model.set_attn_implementation("eager")
+
+
+@pytest.mark.parametrize(
+    "change", [with_own_attention, with_own_site, with_own_masks, with_own_kernel, with_own_eager_kernel]
+)
 @pytest.mark.parametrize("options", [{"exit_criterion": "kl"}, {"draft_loops": 2}], ids=["exits", "drafts"])
 def test_decoding_in_rows_refuses_attention_that_it_would_not_call(change, options, monkeypatch):
     model = tiny_model(num_loops=4)

@@ -347,6 +347,7 @@ def test_classes_of_their_own_write_no_other_prompts_when_they_are_opened_again(
     tokenizer.save_pretrained(tmp_path / "saved")
     opened = AutoTokenizer.from_pretrained(tmp_path / "saved")
     assert opened("a b") == tokenizer("a b") and opened("a").keys() == {"input_ids", "attention_mask"}
+    assert opened.padding_side == brought().padding_side
     text = opened("a", add_special_tokens=False).tokens()
     begin = opened("a").tokens()[: -len(text)]
     assert opened("a").tokens() == [*begin, *text]

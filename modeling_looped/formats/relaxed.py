@@ -41,10 +41,10 @@ def set_loop_residuals(model, per_loop_state: Sequence[LoopWeights]):
 
 def set_delta(delta: LoopDelta, loop: int, weight: torch.Tensor, shared: torch.Tensor):
     """Set one loop's delta to the best one of its rank, with the root of each singular value in both A and B. If the
-    rank exceeds the number of singular values, the rest is 0 in B and unchanged in A."""
+    rank exceeds that of the residual, the rest is 0 in B and unchanged in A: were both 0, neither would ever learn."""
     residual = at_least_fp32(weight).to(shared.device) - at_least_fp32(shared)
     u, s, v = torch.linalg.svd(residual, full_matrices=False)
-    rank = min(delta.a.shape[1], len(s))
+    rank = min(delta.a.shape[1], int((s > s[0] * max(residual.shape) * torch.finfo(s.dtype).eps).sum()))
     roots = s[:rank].sqrt()
     delta.b[loop] = 0
     delta.b[loop, :, :rank] = (u[:, :rank] * roots).to(delta.b.dtype)

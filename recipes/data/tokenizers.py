@@ -359,6 +359,7 @@ def _begin_prompts(tokenizer: PreTrainedTokenizerBase, tokens: list[str]):
     # when they are opened, classes such as T5's write their own tokens around prompts, and so do these two settings
     tokenizer.__class__ = PreTrainedTokenizerFast
     tokenizer.model_input_names = PreTrainedTokenizerFast.model_input_names  # without BERT's token_type_ids
+    tokenizer.init_kwargs["padding_side"] = tokenizer.padding_side  # Llama's class pads left
     for name in ("add_bos_token", "add_eos_token"):
         tokenizer.init_kwargs.pop(name, None)
 
