@@ -12,6 +12,7 @@ ones are removed after that. It can be loaded with any number of processes, unde
 the folder. Reading a checkpoint executes no code that is stored in it (safe_reading.py).
 """
 
+import copy
 import os
 import pickle
 import re
@@ -98,7 +99,7 @@ def save_checkpoint(
         "step": step,
         "is_best": is_best,
         "config": comparable(bare(model).config.to_dict() if config is None else config),
-        "extra": extra,
+        "extra": copy.deepcopy(extra),  # the training goes on and may change it before it is written
         "generation": bare(model).generation_config.to_dict(),
         "made_by": provenance(),
     }

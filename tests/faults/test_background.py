@@ -61,17 +61,19 @@ def test_a_kill_while_a_checkpoint_is_written(runs, monkeypatch):
 def test_what_is_written_is_as_it_was_when_the_step_was_saved(tmp_path):
     """Not as the training has made it by the time of the writing."""
     model, optimizers = model_and_optimizers()
-    metrics, work = tmp_path / "metrics.jsonl", []
+    metrics, work, extra = tmp_path / "metrics.jsonl", [], {"monitor": {"history": {"state_change": [1.0]}}}
     advance(model, optimizers, 0)
     metrics.write_text("before")
     expected = contents(model, optimizers)
     background = SimpleNamespace(wait=lambda: None, start=work.append, group=None)
-    path = save_checkpoint(tmp_path / "c", 1, model, optimizers, {}, metrics=metrics, background=background)
+    path = save_checkpoint(tmp_path / "c", 1, model, optimizers, extra, metrics=metrics, background=background)
     advance(model, optimizers, 1)
+    extra["monitor"]["history"]["state_change"] = [1.0, 2.0]
     metrics.write_text("after")
     work[0]()
     other, others = model_and_optimizers()
-    load_checkpoint(path, other, others)
+    loaded = load_checkpoint(path, other, others)
+    assert loaded["monitor"] == {"history": {"state_change": [1.0]}}
     assert_same(contents(other, others), expected)
     assert (path / METRICS).read_text() == "before"
 
