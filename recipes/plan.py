@@ -8,7 +8,7 @@ data is refused here: settings that do not go together, a warm-up longer than th
 written.
 
 `--gpus 64` also says what the run asks of 64 GPUs: time, memory, communication, checkpoints and cost, each with
-its formula (recipes/common/cluster.py). What is assumed of them is changed by --peak, --mfu, --memory, --network,
+its formula (recipes/settings/cluster.py). What is assumed of them is changed by --peak, --mfu, --memory, --network,
 --disk and --dollars.
 """
 

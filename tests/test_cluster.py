@@ -9,11 +9,11 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from looped_recipes.common.cluster import Cluster, least_between, muon_flops, muon_shapes
 from looped_recipes.common.flops import sizes, training_flops_per_token, validation_flops_per_token
 from looped_recipes.engine.optimizers import build_optimizers
 from looped_recipes.engine.validation import losses_at
 from looped_recipes.plan import ASSUMED, main
+from looped_recipes.settings.cluster import Cluster, least_between, muon_flops, muon_shapes
 from looped_recipes.settings.costs import on_cluster
 from looped_recipes.settings.recipe import RecipeError, load_recipe
 from modeling_looped import LoopedConfig
@@ -94,14 +94,16 @@ def test_a_table_is_multiplied_only_where_it_is_the_head(tied):
     assert n.without_embedding == n.total - model.get_input_embeddings().weight.numel()
 
 
-def test_muon_keeps_one_moment_of_what_is_counted():
-    recipe = load_recipe(RECIPES / "parcae" / "small.yaml")
-    model = tiny_model(preset="parcae")
+@pytest.mark.parametrize("value_gates", [False, True])
+@pytest.mark.parametrize("system", [{"preset": "parcae"}, {"loop_embedding": "modulation"}], ids=str)
+def test_muon_keeps_one_moment_of_what_is_counted(system, value_gates):
+    recipe = load_recipe(RECIPES / "parcae" / "small.yaml", [f"optimizer.muon_value_gates={value_gates}"])
+    model = tiny_model(**system)
     muon, _ = build_optimizers(model, recipe.optimizer, 10)
     ids = random_ids(1, 8)
     model(ids, labels=ids, use_cache=False).loss.backward()
     muon.step()
-    shapes = muon_shapes(model.config)
+    shapes = muon_shapes(model.config, value_gates)
     kept = [tuple(sorted(state["momentum_buffer"].shape)) for state in muon.state.values()]
     assert sorted(kept) == sorted(shapes)
     others = [part for state in muon.state.values() for name, part in state.items() if name != "momentum_buffer"]
@@ -113,7 +115,7 @@ def test_muon_counts_every_matrix():
         vocab_size=64, hidden_size=8, intermediate_size=12, num_attention_heads=2, num_core_layers=3, num_loops=5
     )
     square, wide = 4 * 8**3 + 2 * 8**3, 4 * 8 * 8 * 12 + 2 * 8**3
-    assert muon_flops(muon_shapes(config)) == 3 * 5 * (4 * square + 3 * wide)
+    assert muon_flops(muon_shapes(config, False)) == 3 * 5 * (4 * square + 3 * wide)
 
 
 def test_muon_shares_matrices_out():

@@ -35,12 +35,12 @@ from looped_eval.readout_table import options as options_of_readout_table
 from looped_eval.show_loops import command as show_loops
 from looped_recipes import convert
 from looped_recipes.common import command_line, console, provenance
-from looped_recipes.common.cluster import muon_shapes
 from looped_recipes.common.command_line import TRACEBACK, Depths, Parser, device_of, run_command
 from looped_recipes.common.files import write_whole
 from looped_recipes.engine.ending import ending
 from looped_recipes.engine.finite import Divergence
 from looped_recipes.own_text import command as own_text
+from looped_recipes.settings.cluster import muon_shapes
 from looped_recipes.settings.costs import plan
 from looped_recipes.settings.estimates import estimates, kept_by_layers, memory
 from looped_recipes.settings.help import help_of_recipes, meanings
@@ -593,7 +593,7 @@ def test_estimates_say_what_they_assume():
     for name, tied in (("muon", "true"), ("normuon", "false")):
         recipe = load_recipe("own_text/looped.yaml", [f"optimizer.name={name}", f"model.tie_word_embeddings={tied}"])
         config = recipe.model_config()
-        with_one = sum(rows * columns for rows, columns in muon_shapes(config))
+        with_one = sum(rows * columns for rows, columns in muon_shapes(config, False))
         moments = 2 * plan(recipe)["parameters"] - with_one
         assert memory(recipe, config)["optimizer"] == pytest.approx(4 * moments, rel=0.01), name
 

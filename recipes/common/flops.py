@@ -81,6 +81,20 @@ def sizes_of_new_model(config) -> Sizes:
     )
 
 
+def block_matrices(model: torch.nn.Module, value_gates: bool) -> list[torch.nn.Parameter]:
+    """Return the parameters for Muon: projections of attention and MLP that all loops share. Gates of value embeddings
+    are matrices but use AdamW unless `value_gates`; so do matrices that make factors from an embedding of the time."""
+    trunk = getattr(model, model.base_model_prefix, model)
+    return [
+        module.weight
+        for section in (trunk.prelude, trunk.core, trunk.coda)
+        for module in section.modules()
+        if isinstance(module, torch.nn.Linear) and getattr(module, "init_role", None) != "zero"
+        if value_gates or getattr(module, "init_role", None) != "value_gate"
+        if module.weight.requires_grad
+    ]
+
+
 def attention_flops(config, layers: str, length: int) -> int:
     """Return the forward operations per token in the attention products of a section's layers."""
     types = dict(zip(("prelude", "core", "coda"), config.section_layer_types()))[layers]

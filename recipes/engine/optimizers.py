@@ -13,6 +13,7 @@ from functools import partial
 import torch
 from torch import nn
 
+from looped_recipes.common.flops import block_matrices
 from looped_recipes.common.measures import by_mesh
 from looped_recipes.settings.recipe import OptimizerConfig, Recipe, RecipeError, ScheduleConfig
 from looped_recipes.settings.relations import decay_steps_of
@@ -121,20 +122,6 @@ def groups_by_rate(model: nn.Module, config: OptimizerConfig) -> list[dict]:
             decay = config.weight_decay * config.lr / rate if config.keep_decay_product else config.weight_decay
             groups.append({"name": name, "params": trained, "lr": rate, "weight_decay": decay, "eps": config.eps})
     return groups
-
-
-def block_matrices(model: nn.Module, value_gates: bool) -> list[nn.Parameter]:
-    """Return the parameters for Muon: projections of attention and MLP that all loops share. Gates of value embeddings
-    are matrices but use AdamW unless `value_gates`; so do matrices that make factors from an embedding of the time."""
-    trunk = getattr(model, model.base_model_prefix, model)
-    return [
-        module.weight
-        for section in (trunk.prelude, trunk.core, trunk.coda)
-        for module in section.modules()
-        if isinstance(module, nn.Linear) and getattr(module, "init_role", None) != "zero"
-        if value_gates or getattr(module, "init_role", None) != "value_gate"
-        if module.weight.requires_grad
-    ]
 
 
 def muon_group(model: nn.Module, config: OptimizerConfig, matrices: list[nn.Parameter]) -> dict:

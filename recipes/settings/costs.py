@@ -2,16 +2,13 @@
 
 import math
 
-from looped_recipes.common.activation_memory import bytes_under_bf16
-from looped_recipes.common.cluster import Cluster, Line, Run, cluster_plan
 from looped_recipes.common.flops import (
     cache_numbers_per_token,
     effective_parameters,
     forward_flops_per_token,
     sizes,
-    validation_flops_per_token,
 )
-from looped_recipes.settings.estimates import kept_by_layers
+from looped_recipes.settings.cluster import Cluster, Line, cluster_plan
 from looped_recipes.settings.operations import Operations, UnknownEpoch
 from looped_recipes.settings.recipe import Recipe, RecipeError
 from looped_recipes.settings.run_checks import check_run
@@ -52,31 +49,12 @@ def plan(recipe: Recipe) -> dict:
 
 
 def on_cluster(recipe: Recipe, cluster: Cluster) -> list[Line]:
-    costs, config, training = plan(recipe), recipe.model_config(), recipe.training
+    costs, rows = plan(recipe), recipe.training.rows_per_step
     if "training FLOPs" not in costs:
         raise RecipeError(f"how long the run is, is not known: {costs['steps']}")
-    if training.rows_per_step % cluster.gpus:
-        raise RecipeError(
-            f"training.rows_per_step={training.rows_per_step} is not a multiple of --gpus {cluster.gpus}; change one"
-        )
-    length, evaluation = recipe.data.sequence_length, recipe.evaluation
-    loops = evaluation.loops or list(range(1, config.num_loops + 1))
-    run = Run(
-        config=config,
-        sizes=sizes(config),
-        flops=costs["training FLOPs"],
-        steps=costs["steps"],
-        rows_per_step=training.rows_per_step,
-        micro_batch=training.micro_batch_size,
-        length=length,
-        kept=kept_by_layers(recipe, config, bytes_under_bf16),
-        save_every=training.save_every,
-        flops_of_held_out_row=length * validation_flops_per_token(config, length, loops),
-        held_out_rows=evaluation.rows,
-        evaluate_every=evaluation.every,
-        muon=recipe.optimizer.name != "adamw",
-    )
-    return cluster_plan(cluster, run)
+    if rows % cluster.gpus:
+        raise RecipeError(f"training.rows_per_step={rows} is not a multiple of --gpus {cluster.gpus}; change one")
+    return cluster_plan(cluster, recipe, costs["training FLOPs"], costs["steps"])
 
 
 def cluster_of(**said: float | None) -> Cluster | None:

@@ -8,13 +8,16 @@ backward pass, all weights and gradients.
 
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from modeling_looped import LoopedForCausalLM
+from looped_recipes.common.activation_memory import bytes_under_bf16
+from looped_recipes.common.flops import block_matrices, sizes, validation_flops_per_token
+from modeling_looped import LoopedConfig, LoopedForCausalLM
 
-from .flops import Sizes
+from .estimates import kept_by_layers
+from .recipe import Recipe
 
 
 GIGA = 1e9
@@ -40,56 +43,41 @@ class Line(NamedTuple):
     formula: str
 
 
-@dataclass(frozen=True)
-class Run:
-    """The model to train, and its training settings."""
-
-    config: Any
-    sizes: Sizes
-    flops: float
-    steps: int
-    rows_per_step: int
-    micro_batch: int
-    length: int
-    kept: float  # bytes of activations per token that are kept for the backward pass
-    save_every: int
-    flops_of_held_out_row: float
-    held_out_rows: int
-    evaluate_every: int
-    muon: bool
-
-
-def cluster_plan(cluster: Cluster, run: Run) -> list[Line]:
-    reckoned = Reckoned(cluster, run)
+def cluster_plan(cluster: Cluster, recipe: Recipe, flops: float, steps: int) -> list[Line]:
+    """flops, steps: of the whole run."""
+    reckoned = Reckoned(cluster, recipe, flops, steps)
     return [*lines_of_a_step(reckoned), *lines_of_memory(reckoned), *lines_of_the_run(reckoned)]
 
 
 class Reckoned:
     """Calculates seconds and bytes of a run on a cluster."""
 
-    def __init__(self, cluster: Cluster, run: Run):
-        self.cluster, self.run = cluster, run
-        p, gpus, rate = run.sizes.total, cluster.gpus, cluster.peak * cluster.mfu
-        self.rows = run.rows_per_step / gpus
-        self.micro = min(run.micro_batch, self.rows)
+    def __init__(self, cluster: Cluster, recipe: Recipe, flops: float, steps: int):
+        self.cluster, self.recipe, self.flops, self.steps = cluster, recipe, flops, steps
+        self.config, gpus, rate = recipe.model_config(), cluster.gpus, cluster.peak * cluster.mfu
+        optimizer, training, evaluation = recipe.optimizer, recipe.training, recipe.evaluation
+        self.parameters, self.multiplied = sizes(self.config).total, sizes(self.config).multiplied
+        self.rows, self.length = training.rows_per_step / gpus, recipe.data.sequence_length
+        self.micro = min(training.micro_batch_size, self.rows)
         # per step
-        shapes = muon_shapes(run.config) if run.muon else []
+        shapes = [] if optimizer.name == "adamw" else muon_shapes(self.config, optimizer.muon_value_gates)
         self.muon_size, self.muon_flops = sum(rows * columns for rows, columns in shapes), muon_flops(shapes, gpus)
         self.sent = 2 * self.muon_size * (gpus - 1) / gpus
-        self.compute, self.muon = (
-            run.flops / run.steps / gpus / rate,
-            self.muon_flops / rate + self.sent / cluster.network,
-        )
-        self.moved = (2 * 4 * p + 4 * self.muon_size) * (gpus - 1) / gpus
+        self.compute = flops / steps / gpus / rate
+        self.muon = self.muon_flops / rate + self.sent / cluster.network
+        self.moved = (2 * 4 * self.parameters + 4 * self.muon_size) * (gpus - 1) / gpus
         self.traffic = self.moved / cluster.network
         self.step = self.compute + self.muon
-        held_out = run.flops_of_held_out_row * math.ceil(run.held_out_rows / gpus)  # of one GPU
-        self.validation = held_out / rate / run.evaluate_every
+        loops = evaluation.loops or list(range(1, self.config.num_loops + 1))
+        self.flops_of_held_out_row = self.length * validation_flops_per_token(self.config, self.length, loops)
+        held_out = self.flops_of_held_out_row * math.ceil(evaluation.rows / gpus)  # of one GPU
+        self.validation = held_out / rate / evaluation.every
         # memory and disk
-        self.state, self.checkpoint = 16 * p - 4 * self.muon_size, 12 * p - 4 * self.muon_size
-        self.sharded = self.state / gpus + 8 * p
-        self.multiplied = run.sizes.multiplied
-        self.row = run.kept * run.length
+        self.state = 16 * self.parameters - 4 * self.muon_size
+        self.checkpoint = 12 * self.parameters - 4 * self.muon_size
+        self.sharded = self.state / gpus + 8 * self.parameters
+        self.kept_of_token = kept_by_layers(recipe, self.config, bytes_under_bf16)
+        self.row = self.kept_of_token * self.length
         self.kept = self.row * self.micro
         self.passing = 2 * self.multiplied + self.kept + LOGITS_AT_ONCE
         self.saving = self.checkpoint / cluster.disk
@@ -100,22 +88,22 @@ class Reckoned:
 
     def hours(self, traffic: float) -> float:
         """Return the hours of the run. traffic: seconds per step in which the GPUs wait for communication."""
-        step = self.step + traffic + self.validation + self.saving / self.run.save_every
-        return self.run.steps * step / 3600
+        step = self.step + traffic + self.validation + self.saving / self.recipe.training.save_every
+        return self.steps * step / 3600
 
 
 def lines_of_a_step(reckoned: Reckoned) -> list[Line]:
-    cluster, run, n = reckoned.cluster, reckoned.run, reckoned.cluster.gpus
+    cluster, n = reckoned.cluster, reckoned.cluster.gpus
     return [
         Line(
             "rows of a GPU and step",
             f"{reckoned.rows:g}",
-            f"{run.rows_per_step} rows / {n} GPUs, {reckoned.micro:g} at a time",
+            f"{reckoned.recipe.training.rows_per_step} rows / {n} GPUs, {reckoned.micro:g} at a time",
         ),
         Line(
             "products of a step",
             f"{reckoned.compute:.3f} s",
-            f"{run.flops:.4g} FLOPs / {run.steps:,} steps / ({n} x {cluster.peak:.3g} x {cluster.mfu} MFU)",
+            f"{reckoned.flops:.4g} FLOPs / {reckoned.steps:,} steps / ({n} x {cluster.peak:.3g} x {cluster.mfu} MFU)",
         ),
         Line(
             "Muon's iterations of a step",
@@ -133,8 +121,7 @@ def lines_of_a_step(reckoned: Reckoned) -> list[Line]:
 
 
 def lines_of_memory(reckoned: Reckoned) -> list[Line]:
-    run, memory = reckoned.run, reckoned.cluster.memory
-    d, f, tables = run.config.hidden_size, run.config.intermediate_size, run.sizes.total - reckoned.multiplied
+    config, memory, tables = reckoned.config, reckoned.cluster.memory, reckoned.parameters - reckoned.multiplied
     return [
         Line(
             "weights, gradients, moments",
@@ -154,8 +141,9 @@ def lines_of_memory(reckoned: Reckoned) -> list[Line]:
         Line(
             "activations",
             f"{reckoned.kept / GIGA:.1f} GB",
-            f"{run.kept:,.0f} bytes x {reckoned.micro:g} x {run.length} tokens: 32 d + 8 f of a layer with gradients, "
-            f"d = {d}, f = {f}, or what gradient checkpointing keeps of it, and 4 d of each state beside layers",
+            f"{reckoned.kept_of_token:,.0f} bytes x {reckoned.micro:g} x {reckoned.length} tokens: 32 d + 8 f of a "
+            f"layer with gradients, d = {config.hidden_size}, f = {config.intermediate_size}, or what gradient "
+            "checkpointing keeps of it, and 4 d of each state beside layers",
         ),
         Line(
             "memory of a GPU, DDP",
@@ -181,7 +169,7 @@ def advice_of_memory(reckoned: Reckoned) -> str:
 
 
 def lines_of_the_run(reckoned: Reckoned) -> list[Line]:
-    cluster, run = reckoned.cluster, reckoned.run
+    cluster, training, evaluation = reckoned.cluster, reckoned.recipe.training, reckoned.recipe.evaluation
     saving, step, validation = reckoned.saving, reckoned.step, reckoned.validation
     best, worst = reckoned.hours(0.0), reckoned.hours(reckoned.traffic)
     of_gpus = [cluster.gpus * hours for hours in (best, worst)]
@@ -193,14 +181,14 @@ def lines_of_the_run(reckoned: Reckoned) -> list[Line]:
         ),
         Line(
             "time in checkpoints",
-            f"{saving / (saving + run.save_every * step):.1%}",
-            f"{run.save_every} steps between two; 1 % from training.save_every={least_between(saving, step)} on",
+            f"{saving / (saving + training.save_every * step):.1%}",
+            f"{training.save_every} steps between two; 1 % from training.save_every={least_between(saving, step)} on",
         ),
         Line(
             "time in validation",
             f"{validation / (validation + step):.1%}",
-            f"{run.flops_of_held_out_row:.3g} FLOPs for a row at all depths, {run.held_out_rows:,} rows every "
-            f"{run.evaluate_every} steps",
+            f"{reckoned.flops_of_held_out_row:.3g} FLOPs for a row at all depths, {evaluation.rows:,} rows every "
+            f"{evaluation.every} steps",
         ),
         Line(
             "the run, communication hidden",
@@ -222,16 +210,14 @@ def least_between(saving: float, step: float) -> int:
     return math.ceil(99 * saving / step)
 
 
-def muon_shapes(config) -> list[tuple[int, int]]:
-    """Return the two sizes of every matrix of the blocks, the smaller first."""
+def muon_shapes(config: LoopedConfig, value_gates: bool) -> list[tuple[int, ...]]:
+    """Return the two sizes of every matrix that Muon updates, the smaller first."""
     with torch.device("meta"):
-        trunk = LoopedForCausalLM(config).model
-    sections = (trunk.prelude, trunk.core, trunk.coda)
-    linear = [m for section in sections for m in section.modules() if isinstance(m, torch.nn.Linear)]
-    return [(min(shape), max(shape)) for shape in (module.weight.shape for module in linear)]
+        model = LoopedForCausalLM(config)
+    return [tuple(sorted(matrix.shape)) for matrix in block_matrices(model, value_gates)]
 
 
-def muon_flops(shapes: list[tuple[int, int]], gpus: int = 1) -> float:
+def muon_flops(shapes: list[tuple[int, ...]], gpus: int = 1) -> float:
     """Return the operations of Muon's five iterations on the critical path: `gpus` matrices are processed at a time,
     one per GPU, and the largest of them counts."""
     of_matrices = [5.0 * (4 * r * r * c + 2 * r**3) for r, c in shapes]
