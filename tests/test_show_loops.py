@@ -85,6 +85,13 @@ def test_bytes_that_are_no_character_are_shown_all_the_same():
     assert "ab" in "".join(piece for piece, _ in pieces)
 
 
+def test_a_character_behind_such_bytes_is_shown():
+    tokenizer = byte_tokenizer()
+    euro = tokenizer("€")["input_ids"]
+    assert show_loops.split(tokenizer, [], [*euro[1:], euro[1], *euro]) == [("\ufffd\ufffd\ufffd€", [*range(6)])]
+    assert show_loops.split(tokenizer, 16 * euro[1:2], euro[1:2]) == [(4 * "\ufffd", [0])]  # the prompt's are pending
+
+
 def test_the_page_escapes_and_stands_alone():
     nasty = ["<script>alert(1)</script>", '"&amp;', "</span>", "a\n", "\x1b[31m", " ", "'", "-->"]
     html = page(a_shown(*nasty, prompt="<b>&\x07"))

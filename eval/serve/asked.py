@@ -8,9 +8,10 @@ from typing import Any
 
 from transformers import LogitsProcessorList
 
+from looped_eval.common.text_of_tokens import TextOfTokens
 from modeling_looped.depth_options import DEPTH_FIELDS, DepthOptions
 
-from .answer_parts import AnswerParts, EndsWithCall, TextOfTokens, parser_behind
+from .answer_parts import AnswerParts, EndsWithCall, parser_behind
 from .grammars import Form
 from .likelihoods import Likelihood, pieces
 from .request_checks import LENGTHS_OF_CONFIG, SAY_LENGTH

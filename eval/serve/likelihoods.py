@@ -6,7 +6,9 @@ from typing import NamedTuple
 
 import torch
 
-from .answer_parts import INCOMPLETE, TextOfTokens, bytes_of_token
+from looped_eval.common.text_of_tokens import INCOMPLETE, TextOfTokens
+
+from .answer_parts import bytes_of_token
 
 
 LEAST = -9999.0  # OpenAI's value for impossible tokens: JSON has no infinity

@@ -9,6 +9,7 @@ from transformers import GenerationConfig
 
 from looped_eval.common.findings import loops_in_words
 from looped_eval.common.model_folder import open_config, open_model, open_tokenizer
+from looped_eval.common.text_of_tokens import TextOfTokens
 from looped_recipes.common.command_line import check_counts, check_prompt, say_result, trust_of, typed
 from looped_recipes.common.files import check_file, write_whole
 from looped_recipes.common.words import counted
@@ -16,9 +17,6 @@ from modeling_looped.exit_criteria import ExitRule
 
 from .options import parse
 from .page import Piece, Shown, Token, color, finding, ink, page, visible
-
-
-LONGEST_CHARACTER = 4  # bytes of UTF-8, and so the most tokens that can share a character
 
 
 def rule_of(args, folder: Path, config) -> ExitRule:
@@ -88,19 +86,14 @@ def margins(model, ids: torch.Tensor, num_new: int, num_loops: int) -> list[list
 def split(tokenizer, prompt: list[int], new: list[int]) -> list[tuple[str, list[int]]]:
     """Split the new text into pieces, each with the indices of its tokens. Tokens that share a character are kept
     together."""
-
-    def decode(ids):
-        return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-
-    pieces, waiting, before = [], [], decode(prompt).rstrip("\ufffd")
-    for number in range(len(new)):
+    reader, pieces, waiting = TextOfTokens(tokenizer, prompt, skip_special_tokens=False), [], []
+    for number, token in enumerate(new):
         waiting.append(number)
-        after = decode(prompt + new[: number + 1])
-        is_whole = not after.endswith("\ufffd") or len(waiting) == LONGEST_CHARACTER
-        if is_whole or number == len(new) - 1:
-            pieces.append((after[len(before) :], waiting))
-            waiting, before = [], after
-    return pieces
+        text, told = reader.add(token), len(waiting) - len(reader.pending)
+        if text and told > 0:
+            pieces.append((text, waiting[:told]))
+            waiting = waiting[told:]
+    return [*pieces, (reader.end(), waiting)] if waiting else pieces
 
 
 def painted(shown: Shown) -> str:
@@ -131,6 +124,7 @@ def show(args) -> Shown:
     folder, config = open_config(args.model, args.trust_remote_code)
     rule = rule_of(args, folder, config)
     tokenizer = open_tokenizer(folder, args.tokenizer, config)
+    tokenizer.clean_up_tokenization_spaces = False  # the text as it stands in its tokens
     prompt = tokenizer(args.prompt)["input_ids"]
     check(args, config, len(prompt))
     model = open_model(folder, args)
