@@ -17,6 +17,7 @@ from looped_eval.common.hooks import hooks
 from looped_eval.common.model_folder import open_config, open_tokenizer
 from looped_eval.common.timing import least_seconds, now
 from looped_eval.halting.calibration import never
+from looped_eval.halting.measuring import mean_readouts
 from looped_eval.halting.scoring import measure
 from modeling_looped import LoopedCache, LoopedForCausalLM, continuous, graph_decoding
 from modeling_looped.cache import ONE_SLOT
@@ -195,12 +196,8 @@ def watched_checks():
 def cost(model, rule, loops: torch.Tensor) -> float:
     """Count multiplications with weights: of loops, of checks that need the head, and of the readout of each token."""
     core, head = count_in_a_loop(model.model), model.lm_head.weight.numel()
-    heads = torch.ones_like(loops)
-    if rule is not None and rule.criterion.needs == "logits":
-        limit = model.config.num_loops
-        reads = torch.tensor([rule.scores_at(loop) or loop == limit for loop in range(1, limit + 1)])
-        heads = reads.cumsum(0)[loops.cpu() - 1].float()
-    return float(loops.sum()) * core + float(heads.sum()) * head
+    readouts = 1.0 if rule is None else mean_readouts(rule, loops, model.config.num_loops)
+    return float(loops.sum()) * core + loops.numel() * readouts * head
 
 
 def cost_per_loop(model, rule, loops: torch.Tensor) -> float:
