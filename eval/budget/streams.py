@@ -111,25 +111,16 @@ def score_windows(lm: LoopedLM, rows: torch.Tensor) -> RowScores:
     for start in tqdm(range(0, len(rows), size), desc="Scoring windows", disable=lm.rank != 0):
         part = slice(start, start + size)
         with lm.autocast():
-            losses = losses_at(lm, rows[part].to(lm.device)).double().cpu()
+            losses = losses_of(lm, rows[part].to(lm.device)).double().cpu()
         nats[:, part] = losses.sum(-1)
         byte_nats[:, part] = (losses * (num_bytes[part] > 0)).sum(-1)
     tokens = torch.full((len(rows),), rows.shape[1] - 1, dtype=torch.float64)
     return RowScores(nats, byte_nats, tokens, (num_bytes - added).sum(-1).double())
 
 
-def losses_at(lm: LoopedLM, rows: torch.Tensor) -> torch.Tensor:
+def losses_of(lm: LoopedLM, rows: torch.Tensor) -> torch.Tensor:
     """Return losses [depths, rows, length]."""
     inputs, targets = rows[:, :-1], rows[:, 1:]
-    if len(lm.depths) == 1:
-        logits = lm.model(inputs, num_loops=lm.depths[0], use_cache=False).logits
-        return token_losses(logits, targets)[None]
-    outputs = lm.model(
-        inputs,
-        shift_labels=targets,
-        num_loops=lm.depths[-1],
-        output_logits=False,
-        output_loop_losses=True,
-        use_cache=False,
-    )
-    return outputs.loop_token_losses[[depth - 1 for depth in lm.depths]]
+    if len(lm.depths) > 1:
+        return lm.losses_at_depths(inputs, targets)
+    return token_losses(lm.model(inputs, num_loops=lm.depths[0], use_cache=False).logits, targets)[None]

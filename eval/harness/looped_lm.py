@@ -409,18 +409,15 @@ class LoopedLM(HFLM):
         """Return [depths, 3, tokens] from the cross-entropy after every loop."""
         labels = torch.full_like(tokens.input_ids, -100)
         labels[tokens.rows, tokens.places] = tokens.targets
-        outputs = self.model(
-            tokens.input_ids,
-            shift_labels=labels,
-            num_loops=self.depths[-1],
-            initial_state=tokens.initial_state,
-            output_logits=False,
-            output_loop_losses=True,
-            use_cache=False,
-        )
-        depths = torch.tensor(self.depths, device=labels.device)
-        log_p = -outputs.loop_token_losses[depths - 1][:, tokens.rows, tokens.places]
+        losses = self.losses_at_depths(tokens.input_ids, labels, initial_state=tokens.initial_state)
+        log_p, depths = -losses[:, tokens.rows, tokens.places], torch.tensor(self.depths, device=labels.device)
         return torch.stack([log_p, torch.zeros_like(log_p), depths[:, None].expand_as(log_p)], dim=1)
+
+    def losses_at_depths(self, input_ids: torch.Tensor, shift_labels: torch.Tensor, **options) -> torch.Tensor:
+        """Return the loss of every label, [depths, rows, length], from one pass that keeps no logits."""
+        how = {"num_loops": self.depths[-1], "output_logits": False, "output_loop_losses": True, "use_cache": False}
+        outputs = self.model(input_ids, shift_labels=shift_labels, **how, **options)
+        return outputs.loop_token_losses[[depth - 1 for depth in self.depths]]
 
     def _from_logits(self, tokens: "ScoredTokens") -> torch.Tensor:
         """Return [depths, 3, tokens] from the logits after every loop, read only where continuations are predicted."""
