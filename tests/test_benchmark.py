@@ -225,7 +225,7 @@ def test_our_server_over_http():
     with TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         over_http.tokenizer_of_numbers(99).save_pretrained(folder)
-        with over_http.running("eval.serve", *over_http.our_command(folder, args)) as url:
+        with over_http.running("looped serve", *over_http.our_command(folder, args)) as url:
             how = {"exit_criterion": "latent_diff", "exit_threshold": 0.5}
             told = over_http.measured(url, folder, asked, [0.0, 0.1], how, args)
     assert all(number > 0 and math.isfinite(number) for number in told.values())

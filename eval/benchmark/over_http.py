@@ -31,7 +31,7 @@ def asked_over_http(model, asked: list, arrivals: list[float], args, ways: dict[
         report = {}
         with running("--vllm", *vllm_command(args.vllm, folder, args)) as url:
             report["vllm"] = measured(url, folder, asked, arrivals, {}, args)
-        with running("eval.serve", *our_command(folder, args)) as url:
+        with running("looped serve", *our_command(folder, args)) as url:
             for name, how in ways.items():
                 report[name] = measured(url, folder, asked, arrivals, how, args)
     for name in ways:
