@@ -225,5 +225,6 @@ PARCAE_PAPER = Paper(
         Figure("claims/gradient_loops", gradient_charts),
         Figure("claims/epoch_sizes", size_charts),
         Figure("claims/isoflop", law_charts),
+        Figure("claims/isoflop_long", law_charts),
     ],
 )
