@@ -286,11 +286,13 @@ def test_every_preset_has_a_row():
     assert f"{len(LoopedConfig.preset_names())} presets" in TEXT["README.md"]
 
 
-def speedups(command: str) -> dict[str, float]:
-    """Over a Llama, by type, of the first measurement that this command begins."""
-    lines = (ROOT / "results/benchmark.jsonl").read_text(encoding="utf-8").splitlines()
-    found = [each for each in map(json.loads, lines) if each["command"].startswith(command)]
-    return {each["dtype"]: each["speedup_over_llama"] for each in reversed(found)}
+def speedups(file: str, command: str) -> dict[str, list[float]]:
+    """Over a Llama, by type, in the measurements that this command begins, in their order."""
+    found: dict[str, list[float]] = {}
+    for line in map(json.loads, (ROOT / f"results/{file}.jsonl").read_text(encoding="utf-8").splitlines()):
+        if line["command"].startswith(command):
+            found.setdefault(line["dtype"], []).append(line["speedup_over_llama"])
+    return found
 
 
 def table_of_hops(found: dict) -> list[str]:
@@ -325,11 +327,14 @@ def test_headline_numbers_are_those_of_the_results():
     )
     compared.append(f"the model with four loops is right in {min(of_loops):.0f} to {max(of_loops):.0f} %")
     compared.append(f"a model with one loop of the same layer in {min(of_one):.0f} to {max(of_one):.0f} %")
-    steps, decoding = (speedups(f"python -m eval.benchmark {name}") for name in ("train", "decode --new-tokens 48"))
-    alone = speedups("looped benchmark decode --batch 1 --new-tokens 48")
+    decoding = speedups("benchmark", "python -m eval.benchmark decode --new-tokens 48")["float32"][0]
+    alone = speedups("benchmark", "looped benchmark decode --batch 1 --new-tokens 48")["float32"][0]
+    amx = [speedups("benchmark_amx", f"looped benchmark llama --batch {rows}")["float32"][0] for rows in (4, 1)]
+    steps = speedups("benchmark_amx", "looped benchmark train")
     compared += [
-        f"a training step is {steps['float32']:.2f} times as fast in fp32 and {steps['bfloat16']:.2f} times in bf16",
-        f"decoding in fp32 {decoding['float32']:.2f} times with 4 rows and {alone['float32']:.2f} times with one",
+        f"decoding in fp32 is {decoding:.2f} times as fast with 4 rows and {alone:.2f} times with one",
+        f"with AMX {amx[0]:.2f} and {amx[1]:.2f} times, and a training step {steps['float32'][0]:.2f} times in fp32",
+        f"{min(steps['bfloat16']):.2f} to {max(steps['bfloat16']):.2f} times in bf16",
     ]
     claims = (ROOT / "results/CLAIMS.md").read_text(encoding="utf-8").splitlines()[2].strip("*")
     compared += table_of_hops(hops)
