@@ -23,15 +23,18 @@ def attend_to_all(
     """Compute attention of single queries, [rows, heads, 1, head_dim]; all heads have the same mask."""
     if is_slow_single_query(queries) and softcap is None:
         return attend_single_query(queries, keys, values, mask, scaling)
+    groups = queries.shape[1] // keys.shape[1]  # what follows is what plain decoding computes, bit for bit
+    if softcap is not None:
+        keys, values = (states.repeat_interleave(groups, dim=1) for states in (keys, values))
+        scores = torch.tanh(queries @ keys.mT * scaling / softcap) * softcap
+        if mask is not None:
+            scores = scores.masked_fill(~mask, -torch.inf)
+        return scores.softmax(-1, dtype=wide_dtype(scores)).to(values.dtype) @ values
+    if mask is None:
+        return scaled_dot_product_attention(queries, keys, values, scale=scaling, enable_gqa=groups > 1)
     # query heads that share keys and values become several queries of one head: few kernels take groups and a mask
-    grouped = queries.unflatten(1, (keys.shape[1], -1)).squeeze(3)
-    if softcap is None:
-        return scaled_dot_product_attention(grouped, keys, values, mask, scale=scaling).reshape(queries.shape)
-    scores = torch.tanh(grouped @ keys.mT * (scaling / softcap)) * softcap
-    if mask is not None:
-        scores = scores.masked_fill(~mask, -torch.inf)
-    weights = scores.softmax(-1, dtype=wide_dtype(scores)).to(values.dtype)
-    return (weights @ values).reshape(queries.shape)
+    packed = queries.unflatten(1, (keys.shape[1], groups)).squeeze(3)
+    return scaled_dot_product_attention(packed, keys, values, mask, scale=scaling).reshape(queries.shape)
 
 
 _cudnn_lock, _cudnn_users, _cudnn_before = threading.Lock(), 0, True
