@@ -41,7 +41,7 @@ logger = logging.get_logger(__name__)
 
 NOT_READ = "only a model class of your own would read it"
 FORMAT_VERSION = 2
-LAST_OF_TRANSFORMERS: Any = PreTrainedConfig.__mro__[-2]  # behind it, an object reads its fields itself
+LAST_OF_TRANSFORMERS: Any = PreTrainedConfig.__mro__[-2]  # `super()` of it passes over all classes of transformers
 # for each readout_norm, what the head reads below the trained depth, and at or above it
 READOUTS = {
     "rmsnorm": ("norm", "norm"),

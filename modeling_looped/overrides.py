@@ -130,8 +130,10 @@ def sdpa_is_as_written() -> bool:
 
 
 def attention_is_as_written(name: str) -> bool:
-    """Return whether neither "sdpa" nor, in a model that uses it, "eager" stands for a function of others."""
-    return sdpa_is_as_written() and (name != "eager" or name not in ALL_ATTENTION_FUNCTIONS)
+    """Return whether "sdpa" is transformers' own function, and so is what a model uses in its place: rows that decode
+    call neither."""
+    used = ALL_ATTENTION_FUNCTIONS.get(name) if name in ("eager", "flex_attention") else None
+    return sdpa_is_as_written() and (used is None or used.__module__.startswith("transformers."))
 
 
 def is_split(model) -> bool:

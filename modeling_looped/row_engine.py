@@ -223,7 +223,7 @@ class RowEngine:
 
     @property
     def copies_past(self) -> bool:
-        """True if attention copies what each token sees."""
+        """True if attention of prompts copies what each token sees."""
         return self.decodes_in_pages and self.model.device.type == "cpu"
 
     @property

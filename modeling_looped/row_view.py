@@ -173,7 +173,7 @@ class RowView:
             self.masks_by_window[window] = self.mask(window)
         if (mask := self.masks_by_window[window]) is not None:
             mask = mask.to(seen.device)
-        if self.cache.is_int8 and self.can_go_by_row:
+        if self.cache.is_int8 and self.can_go_by_row:  # neither a softcap nor holes
             return attend_to_int8(queries, steps_of(seen).to(wide_dtype(queries)), sizes_of(seen), mask, scaling)
         keys, values = self.cache.as_read(seen).unbind(2)
         return attend_to_all(queries.to(keys.dtype), keys, values, mask, scaling, self.softcap)

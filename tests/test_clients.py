@@ -804,12 +804,12 @@ def test_a_config_is_read_as_transformers_reads_it():
 
 def test_reading_a_config_takes_one_call_of_python():
     """Of transformers' own it takes two, whose four looks take more than a microsecond."""
-    config, called = LoopedConfig(), []
+    config, called, before = LoopedConfig(), [], sys.getprofile()
     sys.setprofile(lambda frame, event, argument: called.append(frame.f_code) if event == "call" else None)
     try:
         config.hidden_size  # noqa: B018
     finally:
-        sys.setprofile(None)
+        sys.setprofile(before)
     assert called == [LoopedConfig.__getattribute__.__code__]
 
 

@@ -43,9 +43,11 @@ def test_attention_of_single_queries(key_value_heads, mask_heads, monkeypatch):
 
 
 def test_the_usual_where_torch_does_as_well(monkeypatch):
+    monkeypatch.setattr(cpu, "has_amx", lambda: False)
     queries = torch.randn(2, 4, 200, 16).bfloat16()
     assert not is_slow_single_query(queries)
     assert not is_slow_single_query(queries[:, :, :1].float())
+    assert is_slow_single_query(queries[:, :, :1])
     monkeypatch.setattr(cpu, "has_amx", lambda: True)
     assert not is_slow_single_query(queries[:, :, :1])
 

@@ -268,7 +268,7 @@ def test_bad_folders_and_texts_are_refused(run_folder, tmp_path):
         open_model_and_text(str(run_folder), ["num_loops=3"])
     with pytest.raises(DiagnoseError, match=r"holds \d+ tokens, fewer than 99 rows of 128"):
         open_model_and_text(str(run_folder), text=str(tmp_path / "text.jsonl"), rows=99)
-    with pytest.raises(DiagnoseError, match="tokenizer has 30 tokens, but the model vocab_size=20"):
+    with pytest.raises(ValueError, match="tokenizer has ids up to 29, but the model vocab_size=20"):
         open_model_and_text("lt", [*OVERRIDES, "vocab_size=20"], tokenizer=str(run_folder / "final"))
     (tmp_path / "broken.yaml").write_text("a: [")
     with pytest.raises(ValueError, match="broken.yaml is not YAML: line 1"):

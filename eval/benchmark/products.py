@@ -1,4 +1,4 @@
-"""What each way of cpu.py takes on this processor, over torch's, and all of them in decoding and training.
+"""What each way of cpu.py takes on this processor, over torch's, and all of them in decoding.
 
 Called by `looped benchmark products`. As in decoding, weights are not in the fastest cache: many layers take turns.
 """
@@ -17,14 +17,13 @@ BYTES_OF_WEIGHTS, MOST_LAYERS = 2**25, 64
 
 
 def products(args) -> dict:
-    """Measure products per shape and number of rows, then attention, decoding and training."""
+    """Measure products per shape and number of rows, then attention and decoding."""
     shapes = {(args.width, args.width), (args.width, args.ff), (args.ff, args.width), (args.width, args.vocab)}
     report: dict = {f"{inner}_to_{outer}": of_shape(inner, outer, args) for inner, outer in sorted(shapes)}
     report["single_query_over_torch"] = {f"rows_{rows}": of_single_query(rows, args) for rows in args.batch_sizes}
     model = build(args, looped_config(args))
     report["decoding_over_torch"] = {f"rows_{rows}": of_decoding(model, rows, args) for rows in args.batch_sizes}
-    batch = tokens(args)
-    return {**report, "training_over_torch": over_torch(lambda: loss_and_gradients(model.train(), batch), args)}
+    return report
 
 
 def over_torch(function, args) -> float:
@@ -34,11 +33,6 @@ def over_torch(function, args) -> float:
 
     fast, usual = in_turns(function, by_torch, args.repeats)
     return fast / usual
-
-
-def loss_and_gradients(model, batch):
-    model.zero_grad()
-    model(batch, labels=batch, use_cache=False, output_logits=False).loss.backward()
 
 
 def of_decoding(model, rows: int, args) -> float:

@@ -58,7 +58,7 @@ def open_tokenizer(folder: Path, name: str | None, config: LoopedConfig):
 
 def check_vocabulary(tokenizer, config: LoopedConfig):
     if (size := num_ids(tokenizer)) > config.vocab_size:  # of the largest id: there may be fewer tokens
-        raise ValueError(f"the tokenizer has {size} tokens, but the model vocab_size={config.vocab_size}")
+        raise ValueError(f"the tokenizer has ids up to {size - 1}, but the model vocab_size={config.vocab_size}")
 
 
 def named_tokenizer(name: str):

@@ -13,6 +13,7 @@ import yaml
 
 from looped_eval.common.held_out import batch_as_trained, own_run, run_data
 from looped_eval.common.model_folder import (
+    check_vocabulary,
     joined_tokens,
     model_folder,
     named_tokenizer,
@@ -178,8 +179,7 @@ def text_batch(config, tokenizer, text: str | None, rows: int, length: int, seed
             )
         return {"input_ids": random_tokens(config, rows, length, seed)}, f"random tokens with seed {seed}"
     tokenizer = named_tokenizer(str(tokenizer))
-    if len(tokenizer) > config.vocab_size:
-        raise DiagnoseError(f"the tokenizer has {len(tokenizer)} tokens, but the model vocab_size={config.vocab_size}")
+    check_vocabulary(tokenizer, config)
     documents = training_source(DataConfig(source=text or "embedded")).load()
     start = unlearned_start(tokenizer)
     ids = list(itertools.islice(joined_tokens(documents, tokenizer, start), rows * length))

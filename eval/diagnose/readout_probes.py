@@ -193,7 +193,7 @@ def token_classes(tokenizer, vocab_size: int) -> dict[str, torch.Tensor]:
     """Return bool [vocabulary] for white space, words (with a letter or digit), punctuation and special tokens."""
     classes = {name: torch.zeros(vocab_size, dtype=torch.bool) for name in ("white_space", "words", "punctuation")}
     classes["special"] = torch.ones(vocab_size, dtype=torch.bool)
-    for index in set(range(len(tokenizer))) - set(tokenizer.all_special_ids):
+    for index in set(tokenizer.get_vocab().values()) - set(tokenizer.all_special_ids):
         text = tokenizer.decode([index])
         kind = "white_space" if text.isspace() else "words" if any(map(str.isalnum, text)) else "punctuation"
         classes[kind][index], classes["special"][index] = True, False

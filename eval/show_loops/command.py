@@ -85,7 +85,7 @@ def margins(model, ids: torch.Tensor, num_new: int, num_loops: int) -> list[list
 
 def split(tokenizer, prompt: list[int], new: list[int]) -> list[tuple[str, list[int]]]:
     """Split the new text into pieces, each with the indices of its tokens. Tokens that share a character are kept
-    together."""
+    together, and so are bytes that are no character and what follows them, up to `LONGEST` tokens."""
     reader, pieces, waiting = TextOfTokens(tokenizer, prompt, skip_special_tokens=False), [], []
     for number, token in enumerate(new):
         waiting.append(number)

@@ -356,7 +356,7 @@ def _begin_prompts(tokenizer: PreTrainedTokenizerBase, tokens: list[str]):
         pair=[*tokens, "$A", *tokens, "$B"],
         special_tokens=[(token, tokenizer.convert_tokens_to_ids(token)) for token in tokens],
     )
-    # when they are opened, classes such as T5's write their own tokens around prompts, and so do these two settings
+    # when they are opened, classes such as T5's write their own tokens around prompts, and so do the settings below
     tokenizer.__class__ = PreTrainedTokenizerFast
     tokenizer.model_input_names = PreTrainedTokenizerFast.model_input_names  # without BERT's token_type_ids
     tokenizer.init_kwargs["padding_side"] = tokenizer.padding_side  # Llama's class pads left
