@@ -323,9 +323,15 @@ def with_own_eager_kernel(model, monkeypatch):
     model.set_attn_implementation("eager")
 
 
-@pytest.mark.parametrize(
-    "change", [with_own_attention, with_own_site, with_own_masks, with_own_kernel, with_own_eager_kernel]
-)
+def with_own_flex_kernel(model, monkeypatch):
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "flex_attention", eager_attention)
+    model.set_attn_implementation("flex_attention")
+
+
+KERNELS = with_own_kernel, with_own_eager_kernel, with_own_flex_kernel
+
+
+@pytest.mark.parametrize("change", [with_own_attention, with_own_site, with_own_masks, *KERNELS])
 @pytest.mark.parametrize("options", [{"exit_criterion": "kl"}, {"draft_loops": 2}], ids=["exits", "drafts"])
 def test_decoding_in_rows_refuses_attention_that_it_would_not_call(change, options, monkeypatch):
     model = tiny_model(num_loops=4)

@@ -128,9 +128,9 @@ class PackedRows:
         targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
         return self.token_bytes[targets.clamp(min=0)].masked_fill(targets == IGNORE_INDEX, 0)
 
-    def bytes_before_texts(self, labels: torch.Tensor) -> torch.Tensor:
-        """Return how many bytes of the targets are in no text, int64 [rows]: the tokenizer added them before texts. Of
-        texts that nothing marks (document_tokens="none") none are known; one too many is taken for what was cropped
-        off a document, which begins with the start token, too."""
+    def bytes_before_texts(self, labels: torch.Tensor, num_bytes: torch.Tensor) -> torch.Tensor:
+        """Return how many of the targets' bytes, `num_bytes`, are in no text, int64 [rows]: the tokenizer added them
+        before texts. Of texts that nothing marks (document_tokens="none") none are known; one too many is taken for
+        what was cropped off a document, which begins with the start token, too."""
         is_start = (labels == self.start) | (labels == IGNORE_INDEX)  # no other token is without a label
-        return self.bytes_before_a_text * (is_start & (self.num_bytes(labels) > 0)).sum(-1)
+        return self.bytes_before_a_text * (is_start & (num_bytes > 0)).sum(-1)

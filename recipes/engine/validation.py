@@ -37,8 +37,9 @@ def validate(accelerator: Accelerator, model, config, recipe: Recipe, validation
         rows = mine[i * size : (i + 1) * size]
         # a process without rows left runs row 0 and does not count it: FSDP needs all processes in every pass
         batch = validation.batch([chosen[row] for row in rows or [0]])
-        num_bytes = validation.num_bytes(batch["labels"]).to(accelerator.device)
-        before_texts = validation.bytes_before_texts(batch["labels"]).to(accelerator.device)
+        num_bytes = validation.num_bytes(batch["labels"])
+        before_texts = validation.bytes_before_texts(batch["labels"], num_bytes).to(accelerator.device)
+        num_bytes = num_bytes.to(accelerator.device)
         batch = {key: value.to(accelerator.device) for key, value in batch.items()}
         losses = losses_at(model, config, loops, batch)
         labelled = torch.zeros_like(losses[0])
