@@ -369,7 +369,7 @@ def test_texts_that_differ_in_their_last_token_alone(model):
     lm = LoopedLM(model, num_loops=[1, 2], batch_size=2, device="cpu")
     texts = [[3, 4, 5], [3, 4, 6]]
     for found, text in zip(lm.score_documents(texts), texts):
-        torch.testing.assert_close(found, lm.score_documents([text])[0])
+        torch.testing.assert_close(found, lm.score_documents([text])[0], rtol=1e-6, atol=0)  # of logits in fp32
 
 
 def test_a_seed_draws_the_same_first_states_for_texts_and_answers(tmp_path):
