@@ -11,11 +11,13 @@ that of torch, with 1 to 8 rows, on AMD (Zen 5) and Intel (AVX512):
   it takes twice as long (Emerald Rapids)
 """
 
+import math
 import platform
 from collections.abc import Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import Context, ContextVar
 from functools import cache
+from pathlib import Path
 from typing import Any, TypeGuard
 
 import torch
@@ -34,7 +36,9 @@ SWITCH = "LOOPED_CPU_FAST_PATHS"  # environment variable
 FEW_ROWS = 8
 MIN_ORDERED_SIZE = 2**16  # elements of bfloat16 weights: below, reordering gains nothing
 MIN_ORDERED_FP32_SIZE = 2**17
-READS_BEFORE_ORDERING = 8  # reordering weights takes as long as about ten products with them
+LONG_ROW = 1024  # in fp32 torch multiplies a single row of so many numbers as fast as memory gives the weights
+READS_BEFORE_ORDERING = 16  # after so many products, or twice as many for large weights, reordering has paid
+LIMIT_OF_CONTAINER = Path("/sys/fs/cgroup/memory.max")
 
 
 _is_on = is_switched_on(SWITCH, "faster ways on CPUs")
@@ -80,8 +84,8 @@ def repeated_products(model: nn.Module):
     if fast_paths_are_on():
         layers = [layer for layer in model.modules() if layer not in products and is_plain_linear(layer)]
         new = [RepeatedProduct(layer) for layer in layers if can_be_ordered(layer.weight)]
-        announce([product.weight for product in new])
-        products.update((product.layer, product) for product in new)
+        if fits_twice([product.weight for product in new]):
+            products.update((product.layer, product) for product in new)
     token = _products.set(products)
     try:
         yield
@@ -99,12 +103,29 @@ def multiplying_as_in(context: Context):
         _products.reset(token)
 
 
-def announce(weights: list[torch.Tensor]):
-    if weights:
+def fits_twice(weights: list[torch.Tensor]) -> bool:
+    """Return whether half of the memory that is left holds a copy of the weights, and log what is done."""
+    size = sum(weight.nbytes for weight in weights)
+    fits = size <= memory_left() / 2
+    if not fits:
+        logger.info(f"Decoding goes without a faster order of the weights: {size} bytes more might not fit.")
+    elif weights:
         logger.info(
             "Decoding keeps weights a second time, in the order that oneDNN reads: up to "
-            f"{sum(weight.nbytes for weight in weights)} bytes more, until generate returns. {SWITCH}=0 goes without."
+            f"{size} bytes more, until generate returns. {SWITCH}=0 goes without."
         )
+    return fits
+
+
+def memory_left() -> float:
+    """Return the bytes that Linux says are left, no more than a container may have at all; elsewhere infinity."""
+    bounds = [math.inf]
+    with suppress(OSError, StopIteration):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        bounds.append(1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable")))
+    with suppress(OSError, ValueError):  # "max" where there is no limit
+        bounds.append(int(LIMIT_OF_CONTAINER.read_text()))
+    return min(bounds)
 
 
 def project(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -195,7 +216,7 @@ class RepeatedProduct:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor | None:
         """Return the product, or None while a copy is not yet worth its cost, and where torch has no such operator."""
-        if not self.can_be_ordered or torch.is_grad_enabled():
+        if not self.can_be_ordered or torch.is_grad_enabled() or is_single_long_row(x):
             return None
         try:
             if self.ordered is not None and self.ordered_from != content_of(self.weight):
@@ -209,6 +230,10 @@ class RepeatedProduct:
         except NotImplementedError:
             self.can_be_ordered, self.ordered = False, None
             return None
+
+
+def is_single_long_row(x: torch.Tensor) -> bool:
+    return x.dtype == torch.float32 and x.numel() == x.shape[-1] >= LONG_ROW
 
 
 def content_of(weight: torch.Tensor) -> tuple:

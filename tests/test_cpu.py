@@ -134,6 +134,13 @@ def test_fp32_is_ordered_where_that_was_measured_to_gain(maker, is_ordered, monk
         assert (layer in cpu._products.get()) == is_ordered
 
 
+def test_a_single_long_row_of_fp32_is_left_to_torch(orders_fp32, monkeypatch):
+    stand_in(monkeypatch, **OPERATORS)
+    for width, rows, is_kept in ((cpu.LONG_ROW, 1, False), (cpu.LONG_ROW, 2, True), (cpu.LONG_ROW - 1, 1, True)):
+        _, kept = read_often(Linear(width, 2, bias=False), torch.randn(rows, 1, width))
+        assert (kept is not None) == is_kept
+
+
 def test_requests_that_share_passes_share_what_is_kept(orders_fp32, monkeypatch):
     """One copy of each weight, which prompts read too, until the passes end."""
     stand_in(monkeypatch, **OPERATORS)
@@ -266,7 +273,7 @@ def test_generation_with_ordered_weights_says_what_it_says_without(how, has_orde
     monkeypatch.setattr(RepeatedProduct, "__call__", watched)
 
     def generate():
-        settings = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, **how}
+        settings = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0, **how}
         return model.generate(prompt, attention_mask=torch.ones_like(prompt), **settings)
 
     for _ in range(2):

@@ -275,6 +275,28 @@ def test_the_second_copy_of_weights_is_said(logged, request, monkeypatch):
     assert len(logged) == 1
 
 
+def test_weights_are_kept_once_where_memory_is_short(logged, request, monkeypatch):
+    model = tiny_model().to(torch.bfloat16)
+    size = sum(2 * layer.weight.numel() for layer in linears(model).values())
+    calls = watched_calls(monkeypatch)
+    logger = logging.getLogger(cpu.__name__)
+    logger.setLevel(logging.INFO)
+    request.addfinalizer(lambda: logger.setLevel(logging.NOTSET))
+    for left, message in ((2 * size - 1, "goes without"), (2 * size, "a second time")):
+        monkeypatch.setattr(cpu, "memory_left", lambda left=left: left)
+        calls.clear()
+        generate(model)
+        assert message in logged[-1].getMessage() and bool(calls) == (message == "a second time")
+
+
+def test_the_limit_of_a_container_bounds_what_is_left(tmp_path, monkeypatch):
+    for text in ("max\n", "4096\n", None):
+        monkeypatch.setattr(cpu, "LIMIT_OF_CONTAINER", tmp_path / f"{text}")
+        if text is not None:
+            cpu.LIMIT_OF_CONTAINER.write_text(text)
+        assert (cpu.memory_left() == 4096) == (text == "4096\n")
+
+
 @FAST
 def test_weights_that_change_places_are_read_as_they_are(dtype, monkeypatch):
     layer, x = nn.Linear(48, 20).to(dtype), torch.randn(2, 48).to(dtype)
