@@ -13,7 +13,7 @@ from looped_recipes.engine.optimizers import build_optimizers
 from looped_recipes.settings.model_fields import check_model
 from looped_recipes.settings.recipe import OptimizerConfig, RecipeError
 from modeling_looped import LoopedConfig, LoopedForCausalLM
-from modeling_looped.formats.relaxed import set_loop_residuals, shared_parameters
+from modeling_looped.formats.relaxed import set_delta, set_loop_residuals, shared_parameters
 from modeling_looped.loop_embedding import SinusoidalLoopEmbedding
 from modeling_looped.loop_parameters import LoopDelta, parameters_by_loop
 
@@ -538,6 +538,19 @@ def test_a_lower_rank_leaves_out_the_smallest_singular_values():
         assert left_out[name] == pytest.approx(expected), name
     set_loop_residuals(looped, states)
     assert relative_errors(looped, states) == pytest.approx(left_out)
+
+
+@torch.no_grad()
+def test_few_of_many_singular_values_are_found_as_well_and_repeatably():
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(400, 300)
+    delta, found = LoopDelta(layer, rank=4, num_sets=2), []
+    for _ in range(2):
+        set_delta(delta, 1, layer.weight, torch.zeros_like(layer.weight))
+        found.append((delta.b[1] @ delta.a[1]).detach())
+    assert torch.equal(*found)
+    least = torch.linalg.svdvals(layer.weight)[4:].norm()
+    assert ((layer.weight - found[0]).norm() / least).item() == pytest.approx(1, abs=1e-4)
 
 
 def test_biases_are_tied_too():

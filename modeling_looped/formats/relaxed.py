@@ -16,6 +16,7 @@ from ..tensors import at_least_fp32
 
 
 LoopWeights = Mapping[str, torch.Tensor]  # by name inside the core: 0.self_attn.q_proj.weight
+MORE_VECTORS, ITERATIONS = 16, 8  # with them even of noise less than 0.1 % more is left out than at best
 
 
 @torch.no_grad()
@@ -43,12 +44,26 @@ def set_delta(delta: LoopDelta, loop: int, weight: torch.Tensor, shared: torch.T
     """Set one loop's delta to the best one of its rank, with the root of each singular value in both A and B. If the
     rank exceeds that of the residual, the rest is 0 in B and unchanged in A: were both 0, neither would ever learn."""
     residual = at_least_fp32(weight).to(shared.device) - at_least_fp32(shared)
-    u, s, v = torch.linalg.svd(residual, full_matrices=False)
+    u, s, v = first_singular_vectors(residual, delta.a.shape[1])
     rank = min(delta.a.shape[1], int((s > s[0] * max(residual.shape) * torch.finfo(s.dtype).eps).sum()))
     roots = s[:rank].sqrt()
     delta.b[loop] = 0
     delta.b[loop, :, :rank] = (u[:, :rank] * roots).to(delta.b.dtype)
     delta.a[loop, :rank] = (roots[:, None] * v[:rank]).to(delta.a.dtype)
+
+
+def first_singular_vectors(matrix: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
+    """Return U, S and V^T of at least `count` singular values; few of many by subspace iteration, which takes a small
+    part of the time."""
+    few = count + MORE_VECTORS
+    if 4 * few > min(matrix.shape):
+        return torch.linalg.svd(matrix, full_matrices=False)
+    generator = torch.Generator(matrix.device).manual_seed(0)
+    basis = torch.randn(matrix.shape[1], few, generator=generator, dtype=matrix.dtype, device=matrix.device)
+    for _ in range(ITERATIONS):
+        basis = torch.linalg.qr(matrix.mT @ torch.linalg.qr(matrix @ basis).Q).Q
+    u, s, v = torch.linalg.svd(matrix @ basis, full_matrices=False)
+    return u, s, v @ basis.mT
 
 
 def check_names(model, per_loop_state: Sequence[LoopWeights]):
