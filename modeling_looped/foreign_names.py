@@ -195,12 +195,13 @@ KEYS_OF_TOOLS = frozenset(
     """.split()
 )
 
-# arguments of tokenizers: AutoTokenizer also passes them to the config, which it opens first
+# arguments and `init_kwargs` of tokenizers: AutoTokenizer also passes them to the config, which it opens first
 ARGUMENTS_OF_TOKENIZERS = frozenset(
     """
     padding_side truncation_side model_max_length bos_token eos_token unk_token sep_token pad_token cls_token
     mask_token extra_special_tokens additional_special_tokens add_bos_token add_eos_token add_prefix_space
     split_special_tokens clean_up_tokenization_spaces chat_template legacy from_slow fix_mistral_regex
+    backend is_local added_tokens_decoder
     """.split()
 )
 

@@ -147,6 +147,7 @@ def test_what_is_of_a_tokenizer_is_no_news(said, folder, monkeypatch):
     given = {"padding_side": "left", "model_max_length": 8, "pad_token": "<|eos|>", "fix_mistral_regex": True}
     tokenizer = AutoTokenizer.from_pretrained(folder, **given)
     assert (tokenizer.padding_side, tokenizer.model_max_length, tokenizer.pad_token) == ("left", 8, "<|eos|>")
+    AutoTokenizer.from_pretrained(folder, **tokenizer.init_kwargs)  # as TransformerLens opens one a second time
     assert said == heard == []
     with pytest.raises(ValueError, match="`pad_token`; did you mean `pad_token_id`"):
         AutoModelForCausalLM.from_pretrained(folder, pad_token="<|eos|>")
