@@ -189,6 +189,33 @@ def test_generate_is_bitwise_equal(shape, attention, beams, cache, kernels):
             torch.testing.assert_close(logits, expected_logits, rtol=1e-5, atol=1e-5)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("attention", ATTENTION)
+def test_a_head_and_an_mlp_are_taken_from_one_loop(attention):
+    """As docs/diagnose.md says: head 1 of layer 0 in loop 2, counted from 0, and the MLP of layer 1 in loop 1."""
+    looped = make_looped(attention, **SHAPES["prelude_and_coda"])
+    llama, config, core, now = unroll(looped), looped.config, looped.model.core, {}
+    whole = llama(tokens()).logits
+    first, size = config.num_prelude_layers, config.head_dim
+    llama.model.layers[first + 4].self_attn.o_proj.register_forward_pre_hook(
+        lambda layer, inputs: inputs[0].index_fill(-1, torch.arange(size, 2 * size), 0)
+    )
+    llama.model.layers[first + 3].mlp.register_forward_hook(lambda mlp, inputs, output: 0 * output)
+
+    looped.model.attention_sites[config.core_slot(2)].register_forward_hook(
+        lambda site, inputs, output: (output[0].index_fill(2, torch.tensor([1]), 0), *output[1:])
+    )
+    core[1].register_forward_pre_hook(
+        lambda block, inputs, kwargs: now.update(loop=config.split_slot(kwargs["site"].layer_idx)[1]), with_kwargs=True
+    )
+    core[1].mlp.register_forward_hook(lambda mlp, inputs, output: (now["loop"] != 1) * output)
+
+    found = looped(tokens()).logits
+    assert torch.equal(found, llama(tokens()).logits) and not torch.equal(found, whole)
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(looped.generate(tokens(), **options), llama.generate(tokens(), **options))
+
+
 def test_hidden_states_and_attentions_are_those_of_the_unrolled_layers():
     looped = make_looped("eager", **SHAPES["prelude_and_coda"])
     llama = unroll(looped)

@@ -126,6 +126,18 @@ def push(own_class):
         assert torch.equal(model.generate(ids, **given, **way), model.generate(ids, **given))
 
 
+@torch.no_grad()
+def ends_of_loops(model):
+    """Compare modules that each stand for one loop with the states of a pass, and a change there with what follows."""
+    ids, asked = torch.tensor([[5, 6, 7]]), {"output_loop_hidden_states": True}
+    states = model(ids, **asked).loop_hidden_states
+    handle = model.model.ends[1].register_forward_hook(lambda end, inputs, state: 0 * state)
+    changed = model(ids, **asked).loop_hidden_states
+    handle.remove()
+    assert len(model.model.ends) == len(states) > 2
+    assert torch.equal(changed[0], states[0]) and not changed[1].any() and not torch.equal(changed[2], states[2])
+
+
 @pytest.mark.parametrize("page", PAGES_WITH_PYTHON)
 def test_code_runs(page, folder_of_models, monkeypatch):
     """All Python of a page as one script; a model whose width it leaves at 768 is a small one."""
@@ -143,6 +155,7 @@ def test_code_runs(page, folder_of_models, monkeypatch):
     if page == "docs/diagnose.md":
         same = copy.deepcopy(names["model"])
         assert same.model.core_pass.__self__ is same.model
+        ends_of_loops(names["model"])
         names["model"].bfloat16()(torch.tensor([[5, 6, 7]]))
     if page == "docs/architecture.md":
         push(names["HeavyBallForCausalLM"])
