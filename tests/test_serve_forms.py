@@ -105,6 +105,21 @@ def test_every_answer_has_a_form_of_its_own(served):
     assert grammars.matcher_of_rule.cache_info().misses == before + 1
 
 
+def test_a_model_that_repeats_white_space_does_not_fill_its_answer_with_it(served):
+    one = form({"type": "array", "items": {"enum": [1]}, "minItems": 1, "maxItems": 1})
+    for blank in " \n":
+        bias = {str(served[1](blank).input_ids[0]): 100}
+        assert json.loads(content(served[2], False, max_tokens=50, response_format=one, logit_bias=bias)) == [1]
+
+
+@pytest.mark.parametrize("how", [{}, {"separators": (",", ":")}, *({"indent": size} for size in (1, 2, 4, "\t"))])
+def test_json_may_be_written_in_every_usual_way(served, how):
+    model, tokenizer, *_ = served
+    text = json.dumps({"a": [1, {"b": []}], "c": {}}, **how)
+    matcher = grammars.form_of_schema({"type": "object"}, grammars.vocabulary(tokenizer, model)).matcher.deep_copy()
+    assert matcher.consume_tokens(tokenizer(text).input_ids) and matcher.is_accepting()
+
+
 def test_any_object_will_do(served):
     asked = {"model": "tiny", "messages": TURNS, "max_tokens": 8, "response_format": {"type": "json_object"}}
     assert served[2].chat.completions.create(**asked).choices[0].message.content.startswith("{")

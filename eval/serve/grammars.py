@@ -17,8 +17,8 @@ except ImportError:
     LLMatcher = None
 
 KINDS = ("text", "json_object", "json_schema")
-# a model that repeats itself could write white space without end
-JSON_TEXT = {"whitespace_pattern": r"[ \n\r\t]{1,64}"}
+# a space, or a line and its indentation: a model that repeats itself could fill the answer with white space
+JSON_TEXT = {"whitespace_pattern": r" |\n[ \t]{0,16}"}
 # where only one text can follow, its tokens are not set by the tokenizer, which may turn it into another text, with a
 # space before it or in lower case, or into a special token
 GRAMMAR = '%llguidance {"no_forcing": true}\nstart: '
