@@ -204,7 +204,7 @@ BAD_TO_READ = [  # refused before it matters whether an answer is streamed
     ({"generation_config": '{"token_healing": true}'}, "generation_config has token_healing, which is not served"),
     ({"generation_config": '{"zzqq": 1}'}, "generation_config has zzqq, which nothing reads"),
     ({"generation_config": '{"max_new_tokens": 2}'}, "max_tokens and generation_config both say how long"),
-    ({"top_k": 5}, "top_k: put it in generation_config, a text that holds JSON"),
+    ({"min_p": 0.5}, "min_p: put it in generation_config, a text that holds JSON: .*min_p.*: 0.5"),
     ({"max_new_tokens": 5}, "max_new_tokens has the name max_tokens in a request"),
     ({"max_tokens": 0}, "max_tokens=0 asks for nothing"),
 ]

@@ -1,7 +1,7 @@
 """Checks of requests. Refuses, with the reason, fields that would have no effect and values that would fail."""
 
 import json
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from inspect import signature
 from typing import Any
 
@@ -222,15 +222,15 @@ def numbers_in(value: Any) -> Iterator:
         yield value
 
 
-def check_names(names: Iterable[str], known: Collection[str]):
+def check_names(fields: dict, known: Collection[str]):
     """Refuse unknown fields that belong into generation_config or have another name here."""
-    if unknown := sorted(set(names) - set(known)):
+    if unknown := sorted(set(fields) - set(known)):
         if "max_new_tokens" in unknown:
             raise ValueError("max_new_tokens has the name max_tokens in a request: write that")
         if of_generation := [name for name in unknown if name in GENERATION_FIELDS]:
+            text = json.dumps({name: fields[name] for name in of_generation})
             raise ValueError(
-                f"{', '.join(of_generation)}: put it in generation_config, a text that holds JSON, such as "
-                f"{json.dumps(json.dumps({of_generation[0]: 5}))}"
+                f"{', '.join(of_generation)}: put it in generation_config, a text that holds JSON: {json.dumps(text)}"
             )
         refuse_foreign(unknown, {*known, *DEPTH_FIELDS}, "a request")
 
