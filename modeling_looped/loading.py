@@ -175,7 +175,11 @@ class StrictLoadingMixin:
         except TypeError as error:
             if "unexpected keyword argument" not in str(error):
                 raise
-            advice = ARGUMENT_OF.get(str(error).split("'")[1])
+            name = str(error).split("'")[1]
+            if hasattr(kwargs.get("config"), name):
+                said = f"from_pretrained takes {name} from the config that is passed: set it there"
+                raise UnknownNameError(said) from error
+            advice = ARGUMENT_OF.get(name)
             raise UnknownNameError(
                 f"{error}: from_pretrained takes the arguments of transformers and the fields of LoopedConfig"
                 + (f"; generate has {advice}" if advice else "")

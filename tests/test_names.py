@@ -180,6 +180,9 @@ def test_loading_takes_no_arguments_of_generate(folder):
         AutoModelForCausalLM.from_pretrained(folder, flavour="sweet")
     with pytest.raises(ValueError, match="; generate has exit_criterion .with exit_threshold"):
         AutoModelForCausalLM.from_pretrained(folder, early_exit_threshold=0.5)  # Ouro's
+    config = AutoConfig.from_pretrained(folder)
+    with pytest.raises(ValueError, match="takes num_loops from the config that is passed: set it there"):
+        AutoModelForCausalLM.from_pretrained(folder, config=config, num_loops=2)
 
 
 @pytest.mark.parametrize("lm", [HFLM, LoopedLM])
