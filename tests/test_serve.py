@@ -46,14 +46,14 @@ DEPTHS = [
 
 @pytest.fixture(scope="module")
 def served():
-    fields = {"num_loops": 4, "position_embedding": "learned", "max_position_embeddings": 80}
+    fields = {"num_core_layers": 1, "num_loops": 4, "position_embedding": "learned", "max_position_embeddings": 80}
     model = tiny_model(vocab_size=30, **fields).double()  # rows share products, and no token is decided by rounding
     with serving(model, tiny_tokenizer()) as parts:
         yield parts
 
 
 @contextmanager
-def serving(model, tokenizer, grace: int | None = None, template: str | None = None):
+def serving(model, tokenizer, grace: float | None = None, template: str | None = None):
     tokenizer.chat_template = template or TEMPLATE
     model.generation_config.do_sample = False
     with SharedPasses(model, max_rows=4, max_tokens=300) as passes:
@@ -438,7 +438,7 @@ def test_a_client_that_hangs_up(served, stream):
     """Its row is free again, after a small part of the work of its answer."""
     _, _, client, passes, port = served
     before, loops, new_tokens = passes.ticks, 200, 70
-    depth = {"num_loops": loops, "generation_config": '{"eos_token_id": null}'}
+    depth = {"num_loops": loops, "generation_config": '{"eos_token_id": -1}'}
     with hanging_up(port, "a b", new_tokens, depth, stream):
         wait_until(lambda: passes.ticks > before + 1.5 * loops)  # of its prompt and of a token
     wait_until(lambda: passes._tokens == 0)
@@ -450,7 +450,7 @@ def test_a_client_that_hangs_up(served, stream):
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 def test_an_answer_that_a_stopping_server_cuts_off(stream, capsys):
     body = {"model": "tiny", "prompt": "a b", "max_tokens": 60, "num_loops": 200, "stream": stream}
-    body["generation_config"] = '{"eos_token_id": null}'
+    body["generation_config"] = '{"eos_token_id": -1}'
 
     def ask(port) -> tuple[int, str]:
         with closing(HTTPConnection("127.0.0.1", port)) as connection:
@@ -459,7 +459,7 @@ def test_an_answer_that_a_stopping_server_cuts_off(stream, capsys):
             return answer.status, answer.read().decode().strip().splitlines()[-1].removeprefix("data: ")
 
     with ThreadPoolExecutor() as pool:
-        with serving(tiny_model(vocab_size=30, num_loops=4), tiny_tokenizer(), grace=1) as (_, _, _, passes, port):
+        with serving(tiny_model(vocab_size=30, num_loops=4), tiny_tokenizer(), grace=0.1) as (_, _, _, passes, port):
             asked = pool.submit(ask, port)
             wait_until(lambda: passes.ticks > 300)  # of its prompt, and of a token
         status, said = asked.result()
@@ -645,9 +645,9 @@ def test_the_length_of_a_generation_config(served):
     def usage(config: str):
         return complete(client, "a b", None, {"generation_config": config}).usage
 
-    assert usage('{"eos_token_id": null}').completion_tokens == usage('{"eos_token_id": -1}').completion_tokens == 79
-    assert usage('{"eos_token_id": null, "max_length": 9}').total_tokens == 9
-    assert usage('{"eos_token_id": null, "max_new_tokens": 9}').completion_tokens == 9
+    assert usage('{"eos_token_id": -1}').completion_tokens == 79
+    assert usage('{"eos_token_id": -1, "max_length": 9}').total_tokens == 9
+    assert usage('{"eos_token_id": -1, "max_new_tokens": 9}').completion_tokens == 9
     with pytest.raises(openai.BadRequestError, match="max_length=2 .* no room behind a prompt of 2 tokens"):
         usage('{"max_length": 2}')
     for wrong in ([1], {}):

@@ -34,7 +34,7 @@ AFTER = {**EXITS, "exit_selection": "after"}  # decoded by the loop of transform
 
 @pytest.fixture(scope="module")
 def served():
-    fields = {"num_loops": 4, "position_embedding": "learned", "max_position_embeddings": 80}
+    fields = {"num_core_layers": 1, "num_loops": 4, "position_embedding": "learned", "max_position_embeddings": 80}
     with serving(tiny_model(vocab_size=30, **fields).double(), tiny_tokenizer()) as parts:
         yield parts
 
