@@ -3,11 +3,16 @@
 import json
 import math
 import random
+from functools import cache
 from pathlib import Path
 
+from lm_eval import utils
 from lm_eval.api.model import LM
 
 from tests.helpers import tiny_model, tiny_tokenizer
+
+
+utils.env.from_string = cache(utils.env.from_string)  # else a task's templates are compiled anew for every document
 
 
 def words(generator: random.Random, count: int) -> str:

@@ -136,14 +136,10 @@ def test_other_depths_than_the_configured(num_loops, attention, optimist):
         assert torch.equal(model.generate(**arguments, draft_loops=1), model.generate(**arguments))
 
 
-@pytest.mark.parametrize("side", ["left", "right", "both"])
-def test_padding_on_any_side(side, optimist):
+def test_padding_on_any_side(optimist):
     model, ids = model_of("windows"), random_ids(2, 8)
     mask = torch.ones_like(ids)
-    if side != "right":
-        mask[0, :3] = 0
-    if side != "left":
-        mask[1, 6:] = 0
+    mask[0, :3] = mask[1, 6:] = 0
     arguments = {"attention_mask": mask, "max_new_tokens": NEW}
     assert torch.equal(greedy(model, ids, draft_loops=2, **arguments), greedy(model, ids, **arguments))
 

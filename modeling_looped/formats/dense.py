@@ -90,7 +90,7 @@ def from_dense(
         dense = opened_model(path, dense_config, {**loading, **({} if dtype is None else {"dtype": dtype})})
     layers = layers_of(dense, start.family)
     state = looped_state(dense, layers, start, clones=given is not None)
-    check_state(start, state)
+    wanted = check_state(start, state)
     state |= weights_of_injection(start.config, dense.dtype)
     has_residuals = start.config.has_sets_in_core and start.choice.tied is not None
     per_loop = weights_by_loop(layers, start.choice) if has_residuals else None
@@ -98,7 +98,7 @@ def from_dense(
     del dense, layers  # this frees the layers that are left out
 
     attention: dict[str, Any] = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
-    new = shapes_of(start.config).keys() - state.keys()
+    new = wanted.keys() - state.keys()
     before = FILLED.set([name for name in new if re.search(NEUTRAL, name)])
     try:
         model: Any = cls.from_pretrained(None, config=start.config, state_dict=state, dtype=to_dtype, **attention)
@@ -334,9 +334,10 @@ def shapes_of(config: LoopedConfig) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name not in tied}
 
 
-def check_state(start: Start, state: dict[str, torch.Tensor]):
+def check_state(start: Start, state: dict[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
     """Check that every dense weight has a place, and that none is missing of a model with the dense layers alone. A
-    weight that each loop has separately starts as a copy of the dense one in all loops."""
+    weight that each loop has separately starts as a copy of the dense one in all loops. Return the shapes of
+    the looped model."""
     found = {name: tuple(tensor.shape) for name, tensor in state.items()}
     plain = copy.deepcopy(start.plain)
     plain.tie_word_embeddings = start.config.tie_word_embeddings
@@ -349,3 +350,4 @@ def check_state(start: Start, state: dict[str, torch.Tensor]):
     mismatched = [(name, found[name], wanted[name]) for name in both if found[name] != wanted[name]]
     if said := misfits_of(expected.keys() - found.keys(), found.keys() - wanted.keys(), mismatched):
         raise ValueError(f"the dense model does not fit the looped one. Tensors {said}")
+    return wanted
