@@ -194,7 +194,8 @@ def test_a_recipe_trains_it_and_goes_on_bit_for_bit(written, training_text, tmp_
     path = written(TIED)
 
     def train(name: str, *more: str):
-        arguments = smoke_settings(training_text, tmp_path / name, f"training.model_file={path}", *more)
+        own = [f"training.model_file={path}", "training.steps=2"]
+        arguments = smoke_settings(training_text, tmp_path / name, *own, *more)
         main([str(SMOKE / "lt.yaml"), "model.injection=add", *arguments])
         return tmp_path / name
 
@@ -206,7 +207,7 @@ def test_a_recipe_trains_it_and_goes_on_bit_for_bit(written, training_text, tmp_
     card = (whole / "final" / "README.md").read_text()
     assert "`own_gated.py`, which needs modeling_looped installed: by `pip install .` in a clone" in card
 
-    parts = train("parts", "training.stop_after=3")
+    parts = train("parts", "training.stop_after=1")
     train("parts")
     resumed = load_file(parts / "final" / "model.safetensors")
     assert resumed.keys() == weights.keys() and all(torch.equal(resumed[name], weights[name]) for name in weights)
@@ -478,9 +479,10 @@ def test_commands_know_the_criterion_that_its_file_registers(command, written, t
 
 
 def test_changed_code_is_another_run(written, training_text, tmp_path):
-    recipe = [str(SMOKE / "lt.yaml"), *smoke_settings(training_text, tmp_path / "run"), "model.injection=add"]
+    settings = smoke_settings(training_text, tmp_path / "run", "model.injection=add", "training.steps=2")
+    recipe = [str(SMOKE / "lt.yaml"), *settings]
     own = f"training.model_file={written(CODE)}"
-    main([*recipe, own, "training.stop_after=3"])
+    main([*recipe, own, "training.stop_after=1"])
     with pytest.raises(CheckpointError, match="code of training.model_file was '.*', is None"):
         main(recipe)
     written(CODE + "\n# changed\n")
@@ -502,7 +504,8 @@ def test_the_code_beside_the_weights_is_that_of_the_run(written, training_text, 
         return train(run)
 
     monkeypatch.setattr(Pretraining, "train", edited)
-    settings = smoke_settings(training_text, tmp_path / "run", f"training.model_file={path}", "model.injection=add")
+    own = [f"training.model_file={path}", "model.injection=add", "training.steps=1"]
+    settings = smoke_settings(training_text, tmp_path / "run", *own)
     main([str(SMOKE / "lt.yaml"), *settings])
     assert (tmp_path / "run" / "final" / "own_gated.py").read_text() == CODE
 
@@ -512,7 +515,7 @@ def test_a_sweep_knows_the_class_and_the_code_of_its_results(written, training_t
     sweep.write_text(
         f"recipe: {SMOKE / 'lt.yaml'}\nset: {{model.injection: add}}\ngrid: {{optimizer.muon_lr: [0.02]}}\n"
     )
-    settings = [*smoke_settings(training_text, tmp_path / "runs"), "training.steps=3"]
+    settings = [*smoke_settings(training_text, tmp_path / "runs"), "training.steps=1"]
     run_sweep(str(sweep), settings, None)
     own = f"training.model_file={written(CODE)}"
     with pytest.raises(RecipeError, match="result of another recipe: .*model_file was None"):

@@ -13,7 +13,7 @@ from modeling_looped.injection import INJECTIONS
 from modeling_looped.loop_embedding import LOOP_EMBEDDINGS
 from modeling_looped.losses import WEIGHTS
 from modeling_looped.presets import PRESETS
-from tests.helpers import random_ids, tiny_config, tiny_model
+from tests.helpers import random_ids, tiny_config
 
 
 def num_parameters(preset: str, **overrides) -> int:

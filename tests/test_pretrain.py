@@ -115,7 +115,7 @@ def test_models_of_the_way_change_nothing(whole_run, training_text, tmp_path):
 
 def test_a_model_of_the_way_is_not_lost_when_its_export_fails(training_text, tmp_path, monkeypatch):
     """The checkpoint of the step is written before: the run that goes on from it makes the model that is missing."""
-    every = ["training.export_every=2", "training.save_every=2", "training.steps=4"]
+    every = ["training.export_every=1", "training.save_every=1", "training.steps=2"]
     arguments = [str(SMOKE / "parcae.yaml"), *smoke_settings(training_text, tmp_path, *every)]
 
     def fail(*_, **__):
@@ -126,7 +126,7 @@ def test_a_model_of_the_way_is_not_lost_when_its_export_fails(training_text, tmp
         main(arguments)
     assert [path.name for path in tmp_path.glob("step-*")] == []
     main(arguments)
-    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-00000002", "step-00000004"]
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-00000001", "step-00000002"]
     first, last = (LoopedForCausalLM.from_pretrained(path).state_dict() for path in sorted(tmp_path.glob("step-*")))
     assert not torch.equal(first["lm_head.weight"], last["lm_head.weight"])
 
@@ -145,7 +145,7 @@ def test_commands_for_a_model_are_named_when_there_is_one(is_done, tmp_path, mon
 def test_an_export_needs_nothing_but_the_run(training_text, tmp_path, monkeypatch):
     """Neither the precision of the launch, nor what the recipe names; to go on, the launch is to be the same."""
     run, shards = tmp_path / "run", tmp_path / "shards"
-    settings = [*smoke_settings(training_text, run), f"data.cache_dir={shards}"]
+    settings = [*smoke_settings(training_text, run, "training.steps=1"), f"data.cache_dir={shards}"]
     with monkeypatch.context() as patch:
         patch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
         for state in (AcceleratorState, PartialState):  # those of other tests stay as they are
@@ -158,12 +158,12 @@ def test_an_export_needs_nothing_but_the_run(training_text, tmp_path, monkeypatc
     shutil.rmtree(shards)
     (run / "recipe.yaml").write_text((run / "recipe.yaml").read_text().replace(str(training_text), "/nowhere"))
     out = export.main([str(run)])
-    assert out == run / "step-00000006"
+    assert out == run / "step-00000001"
     for name in ("model.safetensors", "config.json", "generation_config.json", "tokenizer.json"):
         assert (out / name).read_bytes() == (run / "final" / name).read_bytes()
     positions = LoopedForCausalLM.from_pretrained(out).config.max_position_embeddings
     assert AutoTokenizer.from_pretrained(out).model_max_length == positions
-    assert 'from_pretrained("./step-00000006", trust_remote_code=True)' in (out / "README.md").read_text()
+    assert 'from_pretrained("./step-00000001", trust_remote_code=True)' in (out / "README.md").read_text()
 
 
 def test_validation_is_that_of_the_saved_model(whole_run):
@@ -200,6 +200,7 @@ def test_validation_is_that_of_the_saved_model(whole_run):
 def test_validation_at_chosen_depths(residual_depth, training_text, tmp_path):
     """Also where each depth needs a pass of its own, and where the trained depth is not among them."""
     more = [f"model.residual_depth={residual_depth}", "model.residual_scaling=linear", "evaluation.loops=[2, 5]"]
+    more += ["training.steps=1"]
     final = main([str(SMOKE / "residual_scaling.yaml"), *smoke_settings(training_text, tmp_path, *more)])
     records = read_metrics(tmp_path / "metrics.jsonl")
     last = [record for record in records if "validation/loss" in record][-1]
@@ -214,9 +215,10 @@ def test_validation_at_chosen_depths(residual_depth, training_text, tmp_path):
 
 
 def test_gate_stage_trains_the_gate_alone(training_text, tmp_path):
-    first = main([str(SMOKE / "ouro.yaml"), *smoke_settings(training_text, tmp_path / "one")])
-    start = f"training.initialize_from={first}"
-    second = main([str(SMOKE / "ouro_gate.yaml"), *smoke_settings(training_text, tmp_path / "two", start)])
+    first = main([str(SMOKE / "ouro.yaml"), *smoke_settings(training_text, tmp_path / "one", "training.steps=1")])
+    # a loss that would train the rest, too
+    more = [f"training.initialize_from={first}", "training.steps=2", "model.loop_loss=exit_weighted"]
+    second = main([str(SMOKE / "ouro_gate.yaml"), *smoke_settings(training_text, tmp_path / "two", *more)])
     before, after = (LoopedForCausalLM.from_pretrained(path).state_dict() for path in (first, second))
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed == {"exit_gate.weight", "exit_gate.bias"}

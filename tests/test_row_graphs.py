@@ -244,7 +244,7 @@ def test_drafts_give_the_tokens_without_graphs(system, rows, how, replays, monke
     for value in ("1", "0"):
         monkeypatch.setenv(row_graphs.SWITCH, value)
         torch.manual_seed(0)
-        how = {"max_new_tokens": 60, "draft_loops": 2, "draft_tokens": 1, **how}
+        how = {"max_new_tokens": 24, "draft_loops": 2, "draft_tokens": 1, **how}
         outputs.append(decode(model, prompt, mask, **how))
         assert bool(replays) == (value == "1")
         replays.clear()
@@ -319,7 +319,7 @@ def test_a_stopped_generation_leaves_the_tokens_in_the_cache_of_the_caller(syste
 def test_requests_that_share_passes_run_by_the_graphs_of_each(system, replays, monkeypatch):
     model = model_of(system)
     requests = [
-        {"input_ids": random_ids(rows, length, seed=length), "max_new_tokens": 16, "do_sample": False, **WAYS[way]}
+        {"input_ids": random_ids(rows, length, seed=length), "max_new_tokens": 10, "do_sample": False, **WAYS[way]}
         for rows, length, way in ((2, 6, "latent"), (1, 4, "margin"), (1, 9, "latent"))
     ]
     for request in requests:

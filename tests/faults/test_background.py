@@ -97,11 +97,11 @@ def test_a_wait_that_ctrl_c_breaks_off_can_be_made_again():
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background of a script it is ignored
     try:
         with pytest.raises(KeyboardInterrupt):
-            Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+            Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
             background.wait()
     finally:
         signal.signal(signal.SIGINT, before)
-    Timer(0.5, may_end.set).start()
+    Timer(0.1, may_end.set).start()
     background.wait()
     assert done == [True]
 
