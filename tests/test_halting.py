@@ -126,11 +126,12 @@ def test_a_dynamic_batch_is_each_sequence_alone(system):
     model, rows = model_of(system), random_ids(5, 9)
     measured = measure(model, rows, LOOPS, criteria_of(model), batch_size=2)
     depths_seen = set()
+    depths_of_rows = [[Depth(model, ids[:-1], depth) for depth in range(1, LOOPS + 1)] for ids in rows]
     for name, min_loops in itertools.product(criteria_of(model), (1, 2)):
         rule = ExitRule(name, middle_threshold(name, measured.sequences().scores[name]), min_loops)
         scored = with_sequence_exits(model, rows, rule, LOOPS, batch_size=3)
-        for row, ids in enumerate(rows):
-            scores = naive_scores(model, name, ids[:-1])
+        for row, (ids, depths) in enumerate(zip(rows, depths_of_rows)):
+            scores = [naive_score(name, depths[:depth]) for depth in range(1, LOOPS + 1)]
             torch.testing.assert_close(measured.scores[name][:, row], torch.stack(scores), atol=1e-8, rtol=1e-6)
             depth = min_loops
             while depth < LOOPS and not direction(name) * scores[depth - 1].mean() >= direction(name) * rule.threshold:

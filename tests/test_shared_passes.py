@@ -26,7 +26,7 @@ from tests.helpers import Gone, quick_and_slow, random_ids, tiny_model, wait_unt
 
 
 SYSTEMS = {
-    "plain": {},
+    "plain": {"num_core_layers": 1},
     "sections": {"num_prelude_layers": 1, "num_coda_layers": 1, "value_embeddings": True, "exit_gate": "raw"},
     "windows": {"window_pattern": "SL", "sliding_window": 4, "num_key_value_heads": 2, "num_core_layers": 2},
     "learned_positions": {"position_embedding": "learned", "injection": "add"},
@@ -838,9 +838,9 @@ def test_leaving_while_a_call_runs_keeps_the_error():
         started.set()
 
     def work(passes):
-        passes.generate(ids, max_new_tokens=40, min_new_tokens=40, check=check)
+        passes.generate(ids, max_new_tokens=20, min_new_tokens=20, check=check)
 
-    for _ in range(5):
+    for _ in range(3):  # but for the first, it may not have begun
         with pytest.raises(KeyError), SharedPasses(model) as passes:
             thread = threading.Thread(target=work, args=(passes,))
             thread.start()
