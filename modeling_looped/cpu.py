@@ -2,11 +2,12 @@
 
 A reader can skip this file: up to rounding, `project(layer, x)` is `layer(x)` and `attend_single_query` is attention.
 `fast_paths` switches all of this on or off. A method is used where `looped benchmark products` shows a gain. Time over
-that of torch, with 1 to 8 rows, on AMD (Zen 5) and Intel (AVX512):
+that of torch, with 1 to 8 rows, on AMD (Zen 4 and 5) and Intel (AVX512):
 
 - bfloat16 weights in oneDNN's order, since torch reorders them at every product: AMD .46 to .72, Intel .63 to .94
-- fp32 weights in that order: AMD .56 to .73 with one row on two threads (on one thread .6 to 1.1, and more for small
-  weights in cache), .12 to .53 with more; off on Intel, where one row takes 1.4 to 2 times as long (Emerald Rapids)
+- fp32 weights in that order: AMD .47 to .86 with one row on two threads (on one thread .6 to 1.1 where rows are short,
+  1.0 to 1.4 where they are long, so it is off there), .12 to .7 with more; off on Intel, where one row takes 1.4 to 2
+  times as long (Emerald Rapids)
 - attention of single queries in bfloat16: AMD .10 to .63 with one row, Intel without AMX a third; off with AMX, where
   it takes twice as long (Emerald Rapids)
 """
@@ -36,7 +37,7 @@ SWITCH = "LOOPED_CPU_FAST_PATHS"  # environment variable
 FEW_ROWS = 8
 MIN_ORDERED_SIZE = 2**16  # elements of bfloat16 weights: below, reordering gains nothing
 MIN_ORDERED_FP32_SIZE = 2**17
-LONG_ROW = 1024  # in fp32 torch multiplies a single row of so many numbers as fast as memory gives the weights
+LONG_ROW = 1024  # in fp32 torch multiplies a single row of so many numbers as fast as one thread reads the weights
 READS_BEFORE_ORDERING = 16  # after so many products, or twice as many for large weights, reordering has paid
 LIMIT_OF_CONTAINER = Path("/sys/fs/cgroup/memory.max")
 
@@ -84,7 +85,7 @@ def repeated_products(model: nn.Module):
     if fast_paths_are_on():
         layers = [layer for layer in model.modules() if layer not in products and is_plain_linear(layer)]
         new = [RepeatedProduct(layer) for layer in layers if can_be_ordered(layer.weight)]
-        if fits_twice([product.weight for product in new]):
+        if new and fits_twice([product.weight for product in new]):
             products.update((product.layer, product) for product in new)
     token = _products.set(products)
     try:
@@ -106,15 +107,14 @@ def multiplying_as_in(context: Context):
 def fits_twice(weights: list[torch.Tensor]) -> bool:
     """Return whether half of the memory that is left holds a copy of the weights, and log what is done."""
     size = sum(weight.nbytes for weight in weights)
-    fits = size <= memory_left() / 2
-    if not fits:
+    if size > memory_left() / 2:
         logger.info(f"Decoding goes without a faster order of the weights: {size} bytes more might not fit.")
-    elif weights:
-        logger.info(
-            "Decoding keeps weights a second time, in the order that oneDNN reads: up to "
-            f"{size} bytes more, until generate returns. {SWITCH}=0 goes without."
-        )
-    return fits
+        return False
+    logger.info(
+        "Decoding keeps weights a second time, in the order that oneDNN reads: up to "
+        f"{size} bytes more, until generate returns. {SWITCH}=0 goes without."
+    )
+    return True
 
 
 def memory_left() -> float:
@@ -216,7 +216,7 @@ class RepeatedProduct:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor | None:
         """Return the product, or None while a copy is not yet worth its cost, and where torch has no such operator."""
-        if not self.can_be_ordered or torch.is_grad_enabled() or is_single_long_row(x):
+        if not self.can_be_ordered or torch.is_grad_enabled() or is_quick_by_torch(x):
             return None
         try:
             if self.ordered is not None and self.ordered_from != content_of(self.weight):
@@ -232,8 +232,9 @@ class RepeatedProduct:
             return None
 
 
-def is_single_long_row(x: torch.Tensor) -> bool:
-    return x.dtype == torch.float32 and x.numel() == x.shape[-1] >= LONG_ROW
+def is_quick_by_torch(x: torch.Tensor) -> bool:
+    """Return whether x is a single long row in fp32 and there is one thread; torch uses no more for its product."""
+    return x.dtype == torch.float32 and x.numel() == x.shape[-1] >= LONG_ROW and torch.get_num_threads() == 1
 
 
 def content_of(weight: torch.Tensor) -> tuple:

@@ -134,9 +134,12 @@ def test_fp32_is_ordered_where_that_was_measured_to_gain(maker, is_ordered, monk
         assert (layer in cpu._products.get()) == is_ordered
 
 
-def test_a_single_long_row_of_fp32_is_left_to_torch(orders_fp32, monkeypatch):
+def test_a_single_long_row_of_fp32_is_left_to_torch_on_one_thread(orders_fp32, monkeypatch):
     stand_in(monkeypatch, **OPERATORS)
-    for width, rows, is_kept in ((cpu.LONG_ROW, 1, False), (cpu.LONG_ROW, 2, True), (cpu.LONG_ROW - 1, 1, True)):
+    long = cpu.LONG_ROW
+    cases = [(1, 1, long, False), (1, 2, long, True), (1, 1, long - 1, True), (2, 1, long, True)]
+    for threads, rows, width, is_kept in cases:
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
         _, kept = read_often(Linear(width, 2, bias=False), torch.randn(rows, 1, width))
         assert (kept is not None) == is_kept
 

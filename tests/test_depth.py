@@ -80,6 +80,15 @@ def test_rows_equal_rows_alone(system, implementation):
 
 
 @over_systems
+def test_rows_equal_rows_alone_in_single_precision(system):
+    model, ids = tiny_model(**SYSTEMS[system]), random_ids(5, 7)
+    with torch.no_grad():
+        batch = model(ids, num_loops=DEPTHS).logits
+        for row, depth in enumerate(DEPTHS):
+            assert_same(batch[row : row + 1], model(ids[row : row + 1], num_loops=depth).logits, 1e-5)
+
+
+@over_systems
 @pytest.mark.parametrize("make_cache", [lambda config: DynamicCache(config=config), lambda config: DynamicCache(),
                                         lambda config: StaticCache(config=config, max_cache_len=9)],
                          ids=["of_the_config", "without_arguments", "static"])  # fmt: skip

@@ -1065,7 +1065,7 @@ def test_several_depths_of_a_model_that_lm_eval_makes(model, manager, monkeypatc
 
 def test_one_depth_of_a_model_that_lm_eval_makes(model, manager, expected):
     for arguments in (f"pretrained={model},num_loops=2,dtype=float32", {"pretrained": model, "num_loops": [2]}):
-        assert_same(run("looped", manager, ["choice"], 7, arguments), expected[2], ["choice"])
+        assert_same(run("looped", manager, TASKS, 7, arguments), expected[2])
 
 
 def refused(message: str, monkeypatch, tasks, model_args: str, *arguments: str, task: str = "letter"):

@@ -13,7 +13,7 @@ from modeling_looped.injection import INJECTIONS
 from modeling_looped.loop_embedding import LOOP_EMBEDDINGS
 from modeling_looped.losses import WEIGHTS
 from modeling_looped.presets import PRESETS
-from tests.helpers import random_ids, tiny_config
+from tests.helpers import random_ids, tiny_config, tiny_model
 
 
 def num_parameters(preset: str, **overrides) -> int:
@@ -147,6 +147,32 @@ def test_a_small_one_trains(preset):
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < losses[0] - 0.1, losses
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.some(8)
+def test_a_small_one_decodes_with_a_cache(preset):
+    model = tiny_model(preset=preset)
+    arguments = {"max_new_tokens": 6, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    cached, whole = (
+        model.generate(random_ids(2, 5), use_cache=use_cache, eos_token_id=None, pad_token_id=0, **arguments)
+        for use_cache in (True, False)
+    )
+    assert cached.past_key_values.get_seq_length() == 5 + 6 - 1
+    assert whole.get("past_key_values") is None
+    assert torch.equal(cached.sequences, whole.sequences)
+    torch.testing.assert_close(torch.stack(cached.logits), torch.stack(whole.logits), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_depth_changes_what_it_says(preset):
+    """More loops than trained run, and give other logits."""
+    model, ids = tiny_model(preset=preset), random_ids(2, 5)
+    with torch.no_grad():
+        logits = [model(ids, num_loops=depth).logits for depth in (1, 3, 5)]
+    assert all(value.isfinite().all() for value in logits)
+    assert (logits[0] - logits[1]).abs().max() > 1e-3
+    assert (logits[1] - logits[2]).abs().max() > 1e-3
 
 
 def literal(name: str) -> set:
