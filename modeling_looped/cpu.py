@@ -39,7 +39,7 @@ MIN_ORDERED_SIZE = 2**16  # elements of bfloat16 weights: below, reordering gain
 MIN_ORDERED_FP32_SIZE = 2**17
 LONG_ROW = 1024  # in fp32 torch multiplies a single row of so many numbers as fast as one thread reads the weights
 READS_BEFORE_ORDERING = 16  # after so many products, or twice as many for large weights, reordering has paid
-LIMIT_OF_CONTAINER = Path("/sys/fs/cgroup/memory.max")
+CONTAINER = Path("/sys/fs/cgroup")
 
 
 _is_on = is_switched_on(SWITCH, "faster ways on CPUs")
@@ -118,14 +118,23 @@ def fits_twice(weights: list[torch.Tensor]) -> bool:
 
 
 def memory_left() -> float:
-    """Return the bytes that Linux says are left, no more than a container may have at all; elsewhere infinity."""
+    """Return the bytes that Linux says are left, in a container no more than that may still take; elsewhere infinity.
+
+    Files that are read into memory count as left, since they give way."""
     bounds = [math.inf]
-    with suppress(OSError, StopIteration):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        bounds.append(1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable")))
-    with suppress(OSError, ValueError):  # "max" where there is no limit
-        bounds.append(int(LIMIT_OF_CONTAINER.read_text()))
+    with suppress(OSError, KeyError, ValueError):
+        bounds.append(1024 * numbers_of("/proc/meminfo")["MemAvailable:"])
+    with suppress(OSError, KeyError, ValueError):  # "max" where there is no limit
+        limit, used = (int((CONTAINER / f"memory.{name}").read_text()) for name in ("max", "current"))
+        of_container = numbers_of(CONTAINER / "memory.stat")
+        bounds.append(limit - used + of_container["active_file"] + of_container["inactive_file"])
     return min(bounds)
+
+
+def numbers_of(path: str | Path) -> dict[str, int]:
+    """Return the numbers of a file that has a name and a number in each line."""
+    rows = (line.split() for line in Path(path).read_text().splitlines())
+    return {name: int(number) for name, number, *_ in rows}
 
 
 def project(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:

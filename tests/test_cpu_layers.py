@@ -289,12 +289,15 @@ def test_weights_are_kept_once_where_memory_is_short(logged, request, monkeypatc
         assert message in logged[-1].getMessage() and bool(calls) == (message == "a second time")
 
 
-def test_the_limit_of_a_container_bounds_what_is_left(tmp_path, monkeypatch):
-    for text in ("max\n", "4096\n", None):
-        monkeypatch.setattr(cpu, "LIMIT_OF_CONTAINER", tmp_path / f"{text}")
-        if text is not None:
-            cpu.LIMIT_OF_CONTAINER.write_text(text)
-        assert (cpu.memory_left() == 4096) == (text == "4096\n")
+@pytest.mark.parametrize(("limit", "left"), [("max", None), ("4096", 4096 - 3000 + 700), (None, None)])
+def test_what_a_container_may_still_take_bounds_what_is_left(limit, left, tmp_path, monkeypatch):
+    monkeypatch.setattr(cpu, "CONTAINER", tmp_path)
+    if limit is not None:
+        (tmp_path / "memory.max").write_text(f"{limit}\n")
+    (tmp_path / "memory.current").write_text("3000\n")
+    (tmp_path / "memory.stat").write_text("anon 2000\nfile 900\ninactive_file 500\nactive_file 200\n")
+    found = cpu.memory_left()
+    assert found == left if left else found > 2**20
 
 
 @FAST
