@@ -17,7 +17,7 @@ WIDTHS = (64, 96, 128)
 PAPER_GAINS = {768: 11.3, 1024: 8.2, 1280: 4.5, 1536: 4.4}  # % of perplexity by width, of 140M to 1.3B, in table 5
 EPOCH = "1 + 1 + 1 layers, mean depth 8, English text, 6,000 steps of 1,024 tokens, one rate, decayed at the end"
 BUDGETS = "width 64, 1 + 1 + 1 layers, budgets of 2.5e11, 5e11 and 1e12 operations, mean depths 2 to 12"
-# of one seed, for what the small ones cannot tell: no floor of the loss is found there, and curves over loops are flat
+# for what the small ones cannot tell: no floor of the loss is found there, and curves over loops are flat
 LARGER = {
     "size": "width 64, 1 + 1 + 1 layers, budgets of 5e12, 1e13, 2e13 and 4e13 operations, mean depths 2 to 12",
     "source": "claims/isoflop_long",
