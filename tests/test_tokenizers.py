@@ -1,5 +1,6 @@
 """Tokenizers trained here and brought along: how they cut, what they keep, what their tokens stand for."""
 
+import json
 import pickle
 import re
 import sys
@@ -27,6 +28,7 @@ from looped_recipes.data.tokenizers import (
     Encoder,
     load_tokenizer,
     make_tokenizer,
+    read_tokenizer,
     share_kept,
     token_bytes,
     tokenizer_hash,
@@ -293,6 +295,17 @@ def test_a_tokenizer_without_bos_begins_documents_with_its_eos(tmp_path):
     tokenizer = load_tokenizer(str(tmp_path))
     assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token) == (None, "<end>", None)  # as it came
     assert list(Encoder(tokenizer)(["b a", "a"])) == [[0, 2, 1], [0, 1]]  # one token both ends and begins
+
+
+def test_the_code_of_a_published_model_is_not_asked_for(tmp_path, monkeypatch):
+    _foreign(tmp_path, eos_token="<end>")
+    code = {"AutoConfig": "configuration_ouro.OuroConfig"}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "ouro", "auto_map": code}))
+    (tmp_path / "configuration_ouro.py").write_text("raise SystemExit")
+    asked = []
+    monkeypatch.setattr("builtins.input", lambda *_: asked.append(True) or "n")
+    assert read_tokenizer(tmp_path).eos_token == "<end>"
+    assert not asked
 
 
 def test_what_a_tokenizer_gives_back():

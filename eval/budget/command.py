@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 from lm_eval.tasks import TaskManager
-from transformers import AutoTokenizer
 
 from looped_eval.common.curves import Curves, Point, draw, more_is_better, of_few_questions, table
 from looped_eval.common.findings import best_depths
@@ -25,7 +24,7 @@ from looped_recipes.common.files import check_writable, write_whole
 from looped_recipes.common.intervals import students_reach
 from looped_recipes.common.provenance import note_what_is_replaced, write_json
 from looped_recipes.common.words import counted
-from looped_recipes.data.tokenizers import share_kept, tokenizer_hash
+from looped_recipes.data.tokenizers import read_tokenizer, share_kept, tokenizer_hash
 
 from .fully_looped import lambada_perplexity, six_curves
 from .options import parse
@@ -57,7 +56,7 @@ def have_one_tokenizer(models: dict[str, list[str]]) -> bool:
     """Whether all models have the same tokenizer; refuse folders of one model that have several."""
     of_models = set()
     for name, folders in models.items():
-        found = {kind_of(AutoTokenizer.from_pretrained(folder)) for folder in folders}
+        found = {kind_of(read_tokenizer(folder)) for folder in folders}
         if len(found) > 1:
             raise ValueError(
                 f"{name}={','.join(folders)} have different tokenizers, so they are no seeds of one model: give each "
@@ -112,7 +111,7 @@ def lossy_models(models: dict[str, list[str]], args, texts: list[str] | None) ->
     """Return models whose tokenizers drop text or do not know it, with the part that they keep."""
     samples = [texts[:SAMPLE]] if texts else []
     samples += [list(islice(texts_of(path), SAMPLE)) for _, path in map(parse_stream, args.stream)]
-    tokenizers = {name: AutoTokenizer.from_pretrained(folders[0]) for name, folders in models.items()}
+    tokenizers = {name: read_tokenizer(folders[0]) for name, folders in models.items()}
     kept = {
         name: min((share_kept(each, sample) for sample in samples), default=1) for name, each in tokenizers.items()
     }

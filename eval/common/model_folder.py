@@ -3,12 +3,12 @@
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from transformers import AutoTokenizer, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from looped_recipes.common.checksums import check_folder
 from looped_recipes.common.command_line import typed
 from looped_recipes.common.hub import can_only_be_path, model_inside
-from looped_recipes.data.tokenizers import num_ids, start_id
+from looped_recipes.data.tokenizers import num_ids, read_tokenizer, start_id
 from modeling_looped import LoopedConfig, LoopedForCausalLM
 from modeling_looped.formats.registry import is_published
 from modeling_looped.loading import class_beside_weights
@@ -68,7 +68,7 @@ def named_tokenizer(name: str):
     if is_path and not path.exists():
         raise ValueError(f"there is no tokenizer folder {name!r} (looked from {Path.cwd()})")
     try:
-        return AutoTokenizer.from_pretrained(model_inside(name))
+        return read_tokenizer(model_inside(name))
     except Exception as error:  # the Hub, the folder and the file raise different kinds
         said = " ".join(str(error).split())
         raise ValueError(

@@ -19,6 +19,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from looped_recipes.settings.paths import expanded
 from looped_recipes.settings.recipe import DataConfig, RecipeError
+from modeling_looped import LoopedConfig
+from modeling_looped.formats.folder import read_json_config
+from modeling_looped.formats.registry import is_published
 
 from .sources import looks_like_path
 
@@ -146,7 +149,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
             f"name on the hub, or one of {', '.join(TRAINERS)} to train one"
         )
     try:
-        tokenizer = AutoTokenizer.from_pretrained(expanded(name) if expanded(name).exists() else name)
+        tokenizer = read_tokenizer(expanded(name) if expanded(name).exists() else name)
     except Exception as error:  # the hub, the folder and the file raise different kinds
         said = " ".join(str(error).split())
         raise RecipeError(
@@ -162,6 +165,14 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
         )
     tokenizer.eos_token = tokenizer.eos_token or tokenizer.bos_token
     return tokenizer
+
+
+def read_tokenizer(place: str | Path) -> PreTrainedTokenizerBase:
+    """Open a tokenizer, also that of a published model: AutoTokenizer would open its config.json first, and ask
+    whether to run the code that this names."""
+    stored = read_json_config(place, {})
+    known = {"config": LoopedConfig()} if stored is not None and is_published(stored) else {}
+    return AutoTokenizer.from_pretrained(place, **known)
 
 
 def start_id(tokenizer: PreTrainedTokenizerBase) -> int | None:

@@ -4,11 +4,10 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from transformers import AutoTokenizer
 
 from looped_recipes.common.checksums import check_folder
 from looped_recipes.data.sources import looks_like_path
-from looped_recipes.data.tokenizers import TRAINERS, num_ids, start_id
+from looped_recipes.data.tokenizers import TRAINERS, num_ids, read_tokenizer, start_id
 from looped_recipes.engine.distributed import check_split, check_units
 from looped_recipes.engine.kernels import check_device
 from looped_recipes.engine.tensor_parallel import data_rank
@@ -150,7 +149,7 @@ def check_tokens_of(start: str, tokenizer):
     """Refuse data whose tokenizer differs from that of the saved model; without a saved tokenizer any is accepted."""
     if not (Path(start) / "tokenizer_config.json").is_file():
         return
-    own = AutoTokenizer.from_pretrained(start)
+    own = read_tokenizer(start)
     if tokenizer.get_vocab() != own.get_vocab():
         raise RecipeError(
             f"the model of training.initialize_from={start!r} knows the tokens of its own tokenizer, and the data "
