@@ -159,6 +159,13 @@ def test_one_process_where_several_were_asked_for_is_refused(monkeypatch):
     assert Path(named).is_absolute() and Path(named).samefile(CONFIGS / "ddp.yaml")
 
 
+def test_deepspeed_is_refused(monkeypatch):
+    """On CPUs its settings would be dropped without a word."""
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    with pytest.raises(RecipeError, match="ACCELERATE_USE_DEEPSPEED=true.*start from .*fsdp2.yaml"):
+        make_accelerator()
+
+
 def test_apples_gpus_are_not_trained_on(monkeypatch):
     """They have no float64, in which losses are added up."""
     asked = []

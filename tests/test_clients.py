@@ -4,6 +4,8 @@ that run the trunk alone, exporters that want batches of any size; and the real 
 import copy
 import importlib
 import sys
+from contextlib import nullcontext
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -493,6 +495,22 @@ def test_drawn_depths_do_not_go_with_a_prefix():
         else:
             with pytest.raises(ValueError, match=f"{kind} does not go with DrawnDepths"):
                 AtDepths()._drawn(model, inputs)
+
+
+def test_depths_of_rows_do_not_go_with_zero_3(monkeypatch):
+    from modeling_looped import trainers
+
+    class AtDepths(trainers.OwnLoss):
+        state, accelerator = SimpleNamespace(global_step=0), SimpleNamespace(unwrap_model=lambda model: model)
+
+    trainer, inputs = AtDepths(), {"input_ids": random_ids(2, 5)}
+    for zero_3, per, processes in product((True, False), ("sequence", "batch"), (1, 2)):
+        monkeypatch.setattr(trainers, "is_deepspeed_zero3_enabled", lambda zero_3=zero_3: zero_3)
+        trainer.args = SimpleNamespace(seed=0, world_size=processes, process_index=0)
+        trainer.depths = trainers.DrawnDepths("poisson", mean=3, per=per)
+        refused = zero_3 and per == "sequence" and processes > 1
+        with pytest.raises(ValueError, match="per='sequence' lets 2 .*ZeRO-3") if refused else nullcontext():
+            trainer._drawn(tiny_model(), inputs)
 
 
 def test_depths_that_can_not_be_drawn():

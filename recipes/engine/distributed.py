@@ -246,8 +246,13 @@ def fill_missing_gradients(optimizers: list[torch.optim.Optimizer]):
 
 
 def _check_launcher():
-    """Refuse a launch for several processes without `--multi_gpu` or FSDP: accelerate starts one process then, but
-    sets MASTER_ADDR."""
+    """Refuse DeepSpeed, which takes one model with one optimizer, and a launch for several processes without
+    `--multi_gpu` or FSDP: accelerate starts one process then, but sets MASTER_ADDR."""
+    if is_set("ACCELERATE_USE_DEEPSPEED"):
+        raise RecipeError(
+            "ACCELERATE_USE_DEEPSPEED=true: recipes do not train with DeepSpeed; FSDP2 shares out what ZeRO-3 does: "
+            f"start from {LAUNCHES / 'fsdp2.yaml'}"
+        )
     launched, address = "ACCELERATE_MIXED_PRECISION" in os.environ, os.environ.get("MASTER_ADDR")
     if launched and address and not any(name in os.environ for name in SIZES):
         raise RecipeError(
