@@ -474,29 +474,33 @@ def test_spikes_and_rates_that_train(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     assert parcae_depths.spikes(read_metrics(tmp_path / "metrics.jsonl")) == 1
 
-    def run(loss, radius, injection="concat", rate=1e-3):
+    def run(loss, radius, injection="concat", rate=1e-3, **parts):
         run = {"model.block_norm": "pre", "model.injection": injection, "loss": loss, "spectral_radius": radius}
-        return {**run, "optimizer.lr": rate}
+        return {**run, "optimizer.lr": rate, **parts}
 
     runs = [run(6.0, 0.9), run(6.55, 2.0), run(None, 3.0), run(6.0, 0.5, "diagonal"), run(6.1, 0.7, "diagonal")]
     runs.append(run(6.0, 0.6, "diagonal", rate=6e-3))  # not one of the five that stand for the paper's
+    runs.append(run(6.0, 0.8, "diagonal", **{"model.prelude_norm": True}))
     content = {"runs": runs, "loss_of_frequencies": 6.6}
-    assert [parcae.trained_rates(content, system) for system in (parcae.BASE, parcae.DIAGONAL)] == [1, 2]
+    systems = parcae.BASE, parcae.DIAGONAL, parcae.PARCAE
+    assert [parcae.trained_rates(content, system) for system in systems] == [1, 2, 1]
     assert parcae.radius_beyond_one(content) == pytest.approx(1.0)
     assert parcae.radius_of_trained(content) == 0.9
-    assert parcae.largest_radius(content) == 0.7
+    assert parcae.largest_radius(content) == 0.8
 
 
 def test_the_highest_rate_that_trains():
-    def run(rate, loss, injection="concat"):
-        return {"model.block_norm": "pre", "model.injection": injection, "optimizer.lr": rate, "loss": loss}
+    def run(rate, loss, injection="concat", prelude_norm=False):
+        run = {"model.block_norm": "pre", "model.injection": injection, "model.prelude_norm": prelude_norm}
+        return {**run, "optimizer.lr": rate, "loss": loss}
 
-    runs = [run(1e-3, 6.0), run(2e-3, 6.1), run(8e-3, 6.6), run(8e-3, 6.0, "diagonal"), run(16e-3, None, "diagonal")]
+    parcaes = run(8e-3, 6.0, "diagonal", True), run(16e-3, None, "diagonal", True)
+    runs = [run(1e-3, 6.0), run(2e-3, 6.1), run(8e-3, 6.6), *parcaes, run(32e-3, 6.0, "diagonal")]
     content = {"seeds": {"0": {"runs": runs, "loss_of_frequencies": 6.6}}}
     # between 8e-3 and 16e-3 over between 2e-3 and 8e-3
     assert parcae.octaves_above(content, parcae.BASE) == pytest.approx((2.0, 0.0, 3.0, 1))
     assert parcae.octaves_above(content, parcae.NORMED) is None  # no such run
-    content["seeds"]["0"]["runs"] = runs[:4]  # diagonal injection trains at the last rate
+    content["seeds"]["0"]["runs"] = runs[:4]  # Parcae trains at the last rate
     assert parcae.octaves_above(content, parcae.BASE) == pytest.approx((2.0, 0.0, math.inf, 1))
 
 

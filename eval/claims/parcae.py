@@ -5,7 +5,7 @@ from statistics import fmean
 
 from looped_recipes.common.chart import Bars, Chart, Line, on_one_scale
 
-from .definition import LARGER, NO_CORE, NO_SIX_TASKS, Beyond, Claim, Figure, Measurement, Paper, each_seed
+from .definition import LARGER, NO_CORE, NO_SIX_TASKS, SIX_SEEDS, Beyond, Claim, Figure, Measurement, Paper, each_seed
 from .parcae_depths import DEPTH_MEASUREMENTS, gradient_charts, gradient_claims, sampling_charts, sampling_claims
 from .parcae_laws import LAW_MEASUREMENTS, law_charts, law_claims, size_charts, size_claims
 from .parcae_parts import PART_MEASUREMENTS, part_charts, part_claims, rdm_charts, rdm_claims
@@ -17,27 +17,38 @@ NO_FLOOR = "its floor is the training law, whose fit to runs of this size finds 
 TOO_FLAT = "the curves over loops are too flat to tell (table 13), and their losses themselves are not kept"
 SIZE = "width 96, 1 + 1 + 1 layers, mean depth 8, English text"
 FIVE = (1e-3, 3e-3, 1e-2, 2e-2, 3e-2)  # rates that stand for the five of table 2
-RATES = f"{SIZE}, no prelude norm and no C, 100 steps, rates from 1e-3 to 3e-2"
-BASE, NORMED, DIAGONAL = ("pre", "concat"), ("residual_sandwich", "concat"), ("pre", "diagonal")
-NAMES = {BASE: "pre-norm RDM", NORMED: "RDM, normed residual", DIAGONAL: "diagonal injection"}
+RATES = f"{SIZE}, 100 steps, rates from 1e-3 to 3e-2"
+System = tuple[str, str, bool]  # block norm, injection, whether prelude norm and C are there
+BASE, NORMED = ("pre", "concat", False), ("residual_sandwich", "concat", False)
+PARCAE, DIAGONAL = ("pre", "diagonal", True), ("pre", "diagonal", False)
+NAMES = {
+    BASE: "pre-norm RDM",
+    NORMED: "RDM, normed residual",
+    PARCAE: "Parcae",
+    DIAGONAL: "Parcae without prelude norm and C",
+}
 PAPER_RATES = {"pre-norm RDM": 1.0, "RDM, normed residual": 2.0, "Parcae": 5.0}  # how many of table 2's 5 rates train
-HIGHEST = {BASE: 2e-4, NORMED: 4e-4, DIAGONAL: 1e-3}  # highest rates that train in table 2, where 1e-3 is the last
+HIGHEST = {BASE: 2e-4, NORMED: 4e-4, PARCAE: 1e-3}  # highest rates that train in table 2, where 1e-3 is the last
 
 
 # table 2 and figure 3
 
 
-def of_system(content: dict, system: tuple[str, str]) -> list[dict]:
-    return [run for run in content["runs"] if (run["model.block_norm"], run["model.injection"]) == system]
+def system_of(run: dict) -> System:
+    return run["model.block_norm"], run["model.injection"], run.get("model.prelude_norm", False)
 
 
-def trained_rates(content: dict, system: tuple[str, str]) -> int:
+def of_system(content: dict, system: System) -> list[dict]:
+    return [run for run in content["runs"] if system_of(run) == system]
+
+
+def trained_rates(content: dict, system: System) -> int:
     """Return how many of the five rates train."""
     runs = [run for run in of_system(content, system) if run["optimizer.lr"] in FIVE]
     return sum(has_trained(run, content) for run in runs)
 
 
-def limit_of_rates(content: dict, system: tuple[str, str]) -> tuple[float, float] | None:
+def limit_of_rates(content: dict, system: System) -> tuple[float, float] | None:
     """Return log2 of the highest rate at which a system trains, and of the next of the grid: its limit lies between.
     None if it trains at no rate."""
     runs = of_system(content, system)
@@ -48,10 +59,10 @@ def limit_of_rates(content: dict, system: tuple[str, str]) -> tuple[float, float
     return math.log2(highest), math.log2(beyond)
 
 
-def octaves_above(content: dict, system: tuple[str, str]) -> Estimate | None:
-    """Estimate the octaves from the limit of this system to that of diagonal injection. The interval holds what the
+def octaves_above(content: dict, system: System) -> Estimate | None:
+    """Estimate the octaves from the limit of this system to that of Parcae. The interval holds what the
     grid leaves open in every seed; it counts no other seeds."""
-    limits = [(limit_of_rates(seed, DIAGONAL), limit_of_rates(seed, system)) for seed in content["seeds"].values()]
+    limits = [(limit_of_rates(seed, PARCAE), limit_of_rates(seed, system)) for seed in content["seeds"].values()]
     if any(ours is None or other is None for ours, other in limits):
         return None
     low = min(ours[0] - other[1] for ours, other in limits)
@@ -61,7 +72,8 @@ def octaves_above(content: dict, system: tuple[str, str]) -> Estimate | None:
 
 def largest_radius(content: dict) -> float | None:
     """Return the largest radius of diagonal injection; None where a run ended before its radius was measured."""
-    largest = max(run.get("spectral_radius") or math.inf for run in of_system(content, DIAGONAL))
+    runs = of_system(content, PARCAE) + of_system(content, DIAGONAL)
+    largest = max(run.get("spectral_radius") or math.inf for run in runs)
     return largest if math.isfinite(largest) else None
 
 
@@ -104,13 +116,13 @@ def rate_claims() -> list[Claim]:
     def claim(where: str, says: str, number: str, read, rule, by_construction: bool = False) -> Claim:
         return Claim(where, says, number, RATES, "claims/rates", each_seed(read), rule, by_construction)
 
-    def octaves_claim(system: tuple[str, str], name: str, times: str) -> Claim:
-        rates = f"{HIGHEST[DIAGONAL]:g} and more against {HIGHEST[system]:g}"
+    def octaves_claim(system: System, name: str, times: str) -> Claim:
+        rates = f"{HIGHEST[PARCAE]:g} and more against {HIGHEST[system]:g}"
         return Claim("table 2", f"Parcae trains at rates at least {times} times as high as {name} does, {rates}",
-                     "log2 of the highest rate that trains: diagonal injection, with a depth for each sequence, over "
+                     "log2 of the highest rate that trains: Parcae, with a depth for each sequence, over "
                      f"{name}, with one depth a step; from what the grid of rates leaves open in any seed", RATES,
                      "claims/rates", lambda content: octaves_above(content, system),
-                     AtLeast(round(math.log2(HIGHEST[DIAGONAL] / HIGHEST[system]), 2)))  # fmt: skip
+                     AtLeast(round(math.log2(HIGHEST[PARCAE] / HIGHEST[system]), 2)))  # fmt: skip
 
     return [
         octaves_claim(BASE, "pre-norm RDM", "5"),
@@ -127,7 +139,7 @@ def rate_claims() -> list[Claim]:
 PARCAE_PAPER = Paper(
     "Parcae: Scaling Laws for Stable Looped Language Models",
     [
-        Measurement("rates", commands_of("rates", "frequencies"), read_with_frequencies),
+        Measurement("rates", commands_of("rates", "frequencies"), read_with_frequencies, SIX_SEEDS),
         *PART_MEASUREMENTS,
         *DEPTH_MEASUREMENTS,
         *LAW_MEASUREMENTS,
