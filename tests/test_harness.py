@@ -29,6 +29,7 @@ from transformers import PreTrainedTokenizerFast
 from looped_eval.budget import command as budget
 from looped_eval.common.model_folder import open_tokenizer
 from looped_eval.harness import command as harness
+from looped_eval.harness import looped_lm
 from looped_eval.harness.answers import checksum_of_weights
 from looped_eval.harness.looped_lm import LoopedLM
 from looped_recipes.common.command_line import parse_depths
@@ -303,6 +304,20 @@ def test_the_model_runs_once_and_heads_only_where_asked(model, manager, monkeypa
     for depth in (2, 3, 4):
         run(lm.at(depth), manager, ["letter"])
     assert depths == [4] * 2
+
+
+@pytest.mark.parametrize("exits", [{}, {"exit_criterion": "kl", "exit_threshold": 0.3, "exit_selection": "after"}])
+def test_logits_of_a_few_tokens_are_in_memory(model, monkeypatch, exits):
+    lm = LoopedLM(model, num_loops=3, batch_size=2, device="cpu", **exits)
+    documents, heads, head = [list(range(3, 23)), list(range(5, 12))], [], lm.model.logits
+    whole = torch.stack(lm.score_documents(documents, True))
+    loops = whole[0, 0, 2]
+    assert 20 < loops < 20 * 3 if exits else loops == 20 * 3
+    monkeypatch.setattr(looped_lm, "TOKENS_READ", 8)
+    monkeypatch.setattr(lm.model, "logits", lambda hidden: heads.append(hidden.shape[1]) or head(hidden))
+    torch.testing.assert_close(torch.stack(lm.score_documents(documents, True)), whole)
+    num_read = 3 if exits else 1
+    assert heads == [8] * 3 * num_read + [3] * num_read
 
 
 @pytest.mark.parametrize("depths", [[12], [1, 12]])

@@ -43,6 +43,7 @@ from .question import check_question, join_depths, refuse_depths_in
 
 
 logger = logging.getLogger(__name__)
+TOKENS_READ = 256  # whose logits are in memory at a time
 SCORING = 2  # raised when a request gets another answer of the same model, so that kept ones are not recalled
 
 
@@ -421,10 +422,13 @@ class LoopedLM(HFLM):
 
     def _from_logits(self, tokens: "ScoredTokens") -> torch.Tensor:
         """Return [depths, 3, tokens] from the logits after every loop, read only where continuations are predicted."""
+        outputs = self._states_of(tokens.input_ids, initial_state=tokens.initial_state, use_cache=False)
+        return torch.cat([self._read(outputs, part) for part in tokens.split(TOKENS_READ)], dim=2)
+
+    def _read(self, outputs, tokens: "ScoredTokens") -> torch.Tensor:
         length = tokens.input_ids.shape[1]
         asked, answers = (tokens.rows * length + tokens.places).unique(return_inverse=True)  # choices may share them
         every_loop = self._reads_every_loop
-        outputs = self._states_of(tokens.input_ids, initial_state=tokens.initial_state, use_cache=False)
         loops = range(1, self.depths[-1] + 1) if every_loop else self.depths
         log_p, misses = [], []
         watch = ExitCount(self.rule, len(tokens.targets), self.depths[-1], self.device)
@@ -481,8 +485,8 @@ class LoopedLM(HFLM):
         )
 
     def _model_call(self, inps, attn_mask=None, labels=None) -> torch.Tensor:
-        """Run the pass with which lm-eval searches the batch size that fits. It needs the memory of scoring, and of
-        the cache of every loop, as generation does."""
+        """Run the pass with which lm-eval searches the batch size that fits. It needs the memory of scoring, with
+        more logits, and of the cache of every loop, as generation does."""
         with torch.no_grad(), self.autocast():
             return self.model.logits(self._states_of(inps, use_cache=True).last_hidden_state)
 
@@ -539,6 +543,10 @@ class ScoredTokens(NamedTuple):
     targets: torch.Tensor  # [tokens]
     owners: torch.Tensor  # [tokens] index of the request, on the CPU
     initial_state: torch.Tensor | None  # [rows, length, width]
+
+    def split(self, size: int) -> "list[ScoredTokens]":
+        parts = zip(*(each.split(size) for each in (self.rows, self.places, self.targets, self.owners)))
+        return [ScoredTokens(self.input_ids, *part, self.initial_state) for part in parts]
 
 
 class ExitCount:
