@@ -10,6 +10,7 @@ from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForC
 from looped_recipes.common import hub
 from looped_recipes.convert import main
 from modeling_looped import LoopedConfig, LoopedForCausalLM, save_public
+from modeling_looped.formats import writing
 from modeling_looped.formats.writing import whole_folder
 
 from . import public_folders as public
@@ -84,6 +85,18 @@ def test_unrolled_into_llama(fields, tmp_path):
     run(tmp_path / "ours", tmp_path / "llama", "--to", "llama", "--unroll")
     llama = LlamaForCausalLM.from_pretrained(tmp_path / "llama")
     assert llama.config.num_hidden_layers == model.config.num_hidden_layers
+    torch.testing.assert_close(llama(IDS).logits, model(IDS).logits, rtol=0, atol=1e-5)
+
+
+def test_an_unrolled_loop_is_copied_a_shard_at_a_time(tmp_path, monkeypatch):
+    model, copied, copy = tiny_model(num_loops=6), [], writing.with_own_memory
+    monkeypatch.setattr(writing, "SHARD_SIZE", 50_000)
+    monkeypatch.setattr(
+        writing, "with_own_memory", lambda part: copied.append(sum(x.nbytes for x in part.values())) or copy(part)
+    )
+    save_public(model, tmp_path / "llama", "llama", unroll=True)
+    assert len(copied) > 3 and max(copied) <= 50_000
+    llama = LlamaForCausalLM.from_pretrained(tmp_path / "llama")
     torch.testing.assert_close(llama(IDS).logits, model(IDS).logits, rtol=0, atol=1e-5)
 
 

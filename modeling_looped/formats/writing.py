@@ -8,15 +8,16 @@ import shutil
 from pathlib import Path
 
 import torch
-from huggingface_hub import save_torch_state_dict
+from huggingface_hub import save_torch_state_dict, split_torch_state_dict_into_shards
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 from transformers.generation import GenerationConfig
 from transformers.utils import logging
 
 from ..configuration_looped import LoopedConfig, LoopedConfigError
 from ..depth_options import DEPTH_FIELDS, differ, listed, set_fields
 from ..pretrained import share_weights
-from .folder import TOKENIZER_FILES, find_file
+from .folder import SHARDS, TOKENIZER_FILES, WEIGHTS, find_file
 from .layout import Layout, Rule, said_differently
 from .llama import LLAMA, as_one_stack, unrolled_tensors
 from .registry import LAYOUTS
@@ -140,18 +141,29 @@ def write(place: Path, layout: Layout, words: dict, stored: dict, generation: Ge
         })  # fmt: skip
         plain.save_pretrained(place)
     (place / "config.json").write_text(json.dumps(words, indent=2, sort_keys=True) + "\n")
-    stored = with_own_memory({name: tensor.detach().to("cpu").contiguous() for name, tensor in stored.items()})
     if layout.is_pickled:  # one file, as the release's code reads it
-        save_torch_state_dict(stored, place, safe_serialization=False, max_shard_size="1TB")
+        save_torch_state_dict(with_own_memory(stored), place, safe_serialization=False, max_shard_size="1TB")
     else:
-        save_torch_state_dict(stored, place, max_shard_size=SHARD_SIZE, metadata={"format": "pt"})
+        save_shards(stored, place)
         share_weights(place)
 
 
+def save_shards(stored: dict, place: Path):
+    """Save tensors with memory for the copies of one shard: those of all loops may be many times the model."""
+    shapes = {name: tensor.to("meta") for name, tensor in stored.items()}
+    split = split_torch_state_dict_into_shards(shapes, max_shard_size=SHARD_SIZE)
+    for file, names in split.filename_to_tensors.items():
+        save_file(with_own_memory({name: stored[name] for name in names}), place / file, {"format": "pt"})
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        (place / SHARDS.format(WEIGHTS[0])).write_text(json.dumps(index, indent=2) + "\n")
+
+
 def with_own_memory(tensors: dict) -> dict:
-    """Give every tensor separate memory: of tensors that share memory, only one would be saved."""
+    """Give every tensor separate memory on the CPU: of tensors that share memory, only one would be saved."""
     seen, own = set(), {}
     for name, tensor in tensors.items():
+        tensor = tensor.detach().to("cpu").contiguous()
         place = tensor.untyped_storage().data_ptr()
         own[name] = tensor.clone() if place in seen else tensor
         seen.add(place)
