@@ -3,6 +3,7 @@
 import json
 import random
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -176,3 +177,17 @@ class Graphs:
 
     def __deepcopy__(self, memo):  # transformers copies its compile config, and the count would go with the copy
         return self
+
+
+def logits_alive(monkeypatch, model) -> list[int]:
+    """Return a list to which every call of `model.logits` adds how many of its results are in memory."""
+    made, counts, logits = [], [], model.logits
+
+    def watched(hidden):
+        result = logits(hidden)
+        made.append(weakref.ref(result))
+        counts.append(sum(reference() is not None for reference in made))
+        return result
+
+    monkeypatch.setattr(model, "logits", watched)
+    return counts

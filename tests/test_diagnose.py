@@ -19,7 +19,7 @@ from looped_recipes.common.token_losses import next_token_losses
 from looped_recipes.data.tokenizers import train_word
 from modeling_looped import LoopedForCausalLM
 from modeling_looped.injection import AddInjection
-from tests.helpers import random_ids, tiny_config, tiny_model
+from tests.helpers import logits_alive, random_ids, tiny_config, tiny_model
 from tests.helpers_diagnose import BATCH, DECAY, embedded, known_model, linear_model
 
 
@@ -363,6 +363,13 @@ def test_exit_weighted_logits():
     assert (result["entropy"], result["margin"]) == pytest.approx(found)
     with pytest.raises(ValueError, match="exit_gate='none'"):
         readout_probes.exit_weighted(tiny_model(), BATCH)
+
+
+def test_logits_that_are_mixed_are_not_all_in_memory(monkeypatch):
+    model = tiny_model(preset="readout_exit_weighted", num_loops=6)
+    alive = logits_alive(monkeypatch, model)
+    readout_probes.exit_weighted(model, BATCH)
+    assert len(alive) == 6 and max(alive) == 2  # of a loop, and of the one before
 
 
 # Depth

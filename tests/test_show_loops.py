@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedToken
 from looped_eval.show_loops import command as show_loops
 from looped_eval.show_loops.page import Piece, Shown, Token, color, finding, ink, page, visible
 from modeling_looped import ExitRule
-from tests.helpers import tiny_model, tiny_tokenizer
+from tests.helpers import logits_alive, tiny_model, tiny_tokenizer
 
 
 VOID = {"meta", "br"}
@@ -192,6 +192,13 @@ def test_loops_and_margins_are_those_of_the_model(folder, tmp_path, capsys):
         torch.testing.assert_close(found, best[:, 0] - best[:, 1], atol=1e-4, rtol=1e-4)
     read = Page(output.read_text(encoding="utf-8"))
     assert read.shown == tokenizer.decode(outputs.sequences[0]) and len(read.tokens) == 20
+
+
+def test_logits_of_one_loop_after_the_other_are_in_memory(monkeypatch):
+    model = tiny_model(num_loops=4)
+    alive = logits_alive(monkeypatch, model)
+    assert len(show_loops.margins(model, torch.tensor([[1, 2, 3, 4]]), 2, 4)[0]) == 4
+    assert len(alive) == 4 and max(alive) == 1
 
 
 def test_of_a_single_loop_nothing_is_calibrated_next(folder, tmp_path, capsys):

@@ -213,16 +213,19 @@ def exit_weighted(model, batch: dict, *, num_loops: int | None = None) -> dict:
         outputs = model(
             **inputs_of(batch),
             num_loops=depth,
-            output_loop_logits=True,
+            output_logits=False,
+            output_loop_readout_states=True,
             output_exit_probabilities=True,
             use_cache=False,
         )
-    weights = outputs.exit_probabilities  # [batch, length, loops]
-    mixed, left, at_depth = 0, torch.ones_like(weights[..., :1]), []
-    for k, logits in enumerate(outputs.loop_logits):
-        at_depth.append(losses_of_targets(mixed + left * logits, batch).mean().item())
-        mixed, left = mixed + weights[..., k, None] * logits, left - weights[..., k, None]
-    losses = torch.stack([losses_of_targets(logits, batch) for logits in outputs.loop_logits], -1)
+        weights = outputs.exit_probabilities  # [batch, length, loops]
+        mixed, left, losses, at_depth = 0, torch.ones_like(weights[..., :1]), [], []
+        for k, state in enumerate(outputs.loop_readout_states):
+            logits = model.logits_after_loop(state, k)
+            losses.append(losses_of_targets(logits, batch))
+            at_depth.append(losses_of_targets(mixed + left * logits, batch).mean().item())
+            mixed, left = mixed + weights[..., k, None] * logits, left - weights[..., k, None]
+    losses = torch.stack(losses, -1)
     weights, mixed = (before_targets(values[:, :-1], batch) for values in (weights, mixed))
     entropy, margin = entropy_and_margin(mixed)
     return {

@@ -71,16 +71,11 @@ def write(model, ids: torch.Tensor, rule: ExitRule, args) -> tuple[list[int], li
 def margins(model, ids: torch.Tensor, num_new: int, num_loops: int) -> list[list[float]]:
     """Return the logit margins after every loop at the positions that predict the last `num_new` tokens."""
     places = torch.arange(ids.shape[1] - num_new, ids.shape[1], device=ids.device) - 1
-    outputs = model(
-        ids,
-        num_loops=num_loops,
-        logits_to_keep=places,
-        output_logits=False,
-        output_loop_logits=True,
-        use_cache=False,
-    )
-    best = torch.stack([logits[0].float().topk(2).values for logits in outputs.loop_logits])  # [loops, new, 2]
-    return (best[..., 0] - best[..., 1]).T.tolist()
+    states = model.model(ids, num_loops=num_loops, output_loop_readout_states=True, use_cache=False)
+    best = []  # of each loop: [new, 2]
+    for loop, state in enumerate(states.loop_readout_states):
+        best.append(model.logits_after_loop(state[:, places], loop)[0].topk(2).values.float())
+    return torch.stack([values[:, 0] - values[:, 1] for values in best], dim=1).tolist()
 
 
 def split(tokenizer, prompt: list[int], new: list[int]) -> list[tuple[str, list[int]]]:
