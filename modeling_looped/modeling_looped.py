@@ -583,16 +583,14 @@ class LoopedModel(LoopedPreTrainedModel):
             "full_attention": create_causal_mask,
             "sliding_attention": create_sliding_window_causal_mask,
         }
-        if torch.compiler.is_compiling() and is_plainly_causal(self.config, attention_mask, cache, position_ids):
+        is_bare = attention_mask is None and cache is None and position_ids is None
+        # the kernel's own causal mask suffices, but in an exported graph it cannot tell one token from many
+        is_plain = is_bare and self.config._attn_implementation == "sdpa" and not torch.compiler.is_exporting()
+        if is_plain and torch.jit.is_tracing():  # else a trace lacks the windows that its example does not fill
+            arguments["attention_mask"] = torch.ones_like(inputs_embeds[..., 0])
+        if is_plain and torch.compiler.is_compiling():
             makers["full_attention"] = lambda **_: None  # older transformers make a mask in every compiled pass
         return {layer_type: makers[layer_type](**arguments) for layer_type in self.layer_types}
-
-
-def is_plainly_causal(config, attention_mask, cache, position_ids) -> bool:
-    """Whether the kernel's own causal mask suffices. Not in an exported graph: it cannot tell one token from many."""
-    given = (attention_mask, cache, position_ids)
-    is_bare = all(tensor is None for tensor in given)
-    return is_bare and config._attn_implementation == "sdpa" and not torch.compiler.is_exporting()
 
 
 TRUNK_ARGUMENTS = frozenset(signature(LoopedModel.forward).parameters)

@@ -149,9 +149,10 @@ class OwnLoss:
                 f"{type(method).__name__} does not go with DrawnDepths here: virtual tokens have no noise to start "
                 "from, and a prefix has the depth that it was made at: use LoRA and its like, or leave out `depths`"
             )
-        if self.depths.per == "sequence" and self.args.world_size > 1 and is_deepspeed_zero3_enabled():
+        per = getattr(self.depths, "per", None)
+        if per == "sequence" and self.args.world_size > 1 and is_deepspeed_zero3_enabled():
             raise ValueError(
-                f"per={self.depths.per!r} lets {self.args.world_size} processes run different numbers of loops, in "
+                f"{per=} lets {self.args.world_size} processes run different numbers of loops, in "
                 "which ZeRO-3 gathers weights from all of them: draw depths per='batch', or take ZeRO-2"
             )
         return self.depths.of_step(plain, self.args.seed, step, rows, given.shape[1], given.device)

@@ -68,6 +68,15 @@ def test_a_program_with_a_dynamic_cache(system):
     assert len(found[CACHE].layers) == model.config.num_hidden_layers
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_a_trace_has_windows_that_its_example_did_not_fill():
+    """torch.jit.trace, by which OpenVINO reads a model; the window is of 8 tokens."""
+    model = build("windows").requires_grad_(False)
+    program = torch.jit.trace(lambda ids: model(ids, use_cache=False).logits, IDS, check_trace=False)
+    ids = random_ids(2, 20)
+    torch.testing.assert_close(program(ids), model(ids).logits, rtol=1e-4, atol=1e-4)
+
+
 def onnx_session(model, folder, **inputs):
     """Return an onnxruntime session of the model; batch and length of its tensors are free."""
     pytest.importorskip("onnxscript")
