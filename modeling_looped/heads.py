@@ -1,6 +1,7 @@
 """Classification and question answering: the heads of transformers on a looped trunk."""
 
 import functools
+from inspect import Parameter, signature
 from typing import Any
 
 from torch import nn
@@ -45,6 +46,11 @@ def without_outputs_of_loops(head: type):
             )
         return head.forward(self, *args, **kwargs)
 
+    taken = signature(head.forward)
+    if "past_key_values" not in taken.parameters:  # the name of the cache by which PEFT finds who takes a prefix
+        *named, rest = taken.parameters.values()
+        prefix = Parameter("past_key_values", Parameter.KEYWORD_ONLY, default=None)
+        forward.__signature__ = taken.replace(parameters=[*named, prefix, rest])
     return forward
 
 

@@ -270,6 +270,29 @@ def test_heads_return_no_states_of_loops():
     assert model.model(ids, output_loop_hidden_states=True).loop_hidden_states
 
 
+@pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated")
+@pytest.mark.parametrize(
+    ("task", "head"),
+    [
+        ("SEQ_CLS", LoopedForSequenceClassification),
+        ("TOKEN_CLS", LoopedForTokenClassification),
+        ("QUESTION_ANS", LoopedForQuestionAnswering),
+    ],
+)
+def test_prefix_tuning_of_a_head(task, head):
+    """The head reads states that have seen the prefix, as a cache that is passed to it."""
+    peft = pytest.importorskip("peft")
+    base, ids = tiny_model(head, num_labels=2, pad_token_id=0), random_ids(2, 5)
+    model = peft.get_peft_model(base, peft.PrefixTuningConfig(task_type=task, num_virtual_tokens=3)).eval()
+    mask = torch.ones(2, 8, dtype=torch.long)
+    with torch.no_grad():
+        found = model(input_ids=ids, attention_mask=mask[:, 3:])
+        wanted = base(input_ids=ids, attention_mask=mask, past_key_values=model.get_prompt(2))
+        without = base(input_ids=ids)
+    name = "start_logits" if task == "QUESTION_ANS" else "logits"
+    assert torch.equal(found[name], wanted[name]) and not torch.equal(found[name], without[name])
+
+
 def test_the_trainer_finds_our_labels():
     assert find_labels(LoopedForCausalLM) == ["labels"]
     assert find_labels(LoopedForSequenceClassification) == find_labels(LoopedForTokenClassification) == ["labels"]

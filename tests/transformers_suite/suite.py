@@ -20,7 +20,7 @@ from tests.test_training_mixin import TrainingTesterMixin
 
 
 for head in ALL_CLASSES[2:]:  # transformers' own have annotations that are strings, which its mixin can not read
-    head.forward.__signature__ = inspect.signature(head.forward, eval_str=True)
+    head.forward.__signature__ = inspect.signature(head.forward.__wrapped__, eval_str=True)
 
 INIT_TESTS = ("test_can_init_all_missing_weights", "test_init_weights_can_init_buffers", "test_training_overfit")
 
