@@ -21,6 +21,9 @@ from .serving_engines import check_for_engine
 from .tensors import at_least_fp32
 
 
+ARGUMENTS_OF_SAVING = signature(PreTrainedModel.save_pretrained)  # read here, as others may wrap the method later
+
+
 class LoopedPreTrainedModel(StrictLoadingMixin, PreTrainedModel):
     config: LoopedConfig
     config_class = LoopedConfig
@@ -77,7 +80,7 @@ class LoopedPreTrainedModel(StrictLoadingMixin, PreTrainedModel):
         finally:
             self.config.trained_num_loops = before
             self._tied_weights_keys = tied
-        call = signature(PreTrainedModel.save_pretrained).bind(self, *args, **kwargs)
+        call = ARGUMENTS_OF_SAVING.bind(self, *args, **kwargs)
         call.apply_defaults()
         given = call.arguments
         has_other_files = getattr(self, "_hf_peft_config_loaded", False) or given["distributed_checkpoint"]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 from modeling_looped import (
     LoopedConfig,
@@ -139,6 +139,15 @@ def test_a_save_that_writes_no_weights_of_this_name_leaves_those_that_are_there(
     model.save_pretrained(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} - before == {"adapter_config.json", "adapter_model.safetensors"}
     assert before <= {path.name for path in tmp_path.iterdir()}
+
+
+def test_a_save_while_others_wrap_the_method(model, tmp_path, monkeypatch):
+    """As tools do that add to what is saved."""
+    save = PreTrainedModel.save_pretrained
+    wrapper = lambda self, folder, **kwargs: save(self, folder, **kwargs)  # noqa: E731
+    monkeypatch.setattr(PreTrainedModel, "save_pretrained", wrapper)
+    model.save_pretrained(tmp_path)
+    assert_equal_weights(LoopedForCausalLM.from_pretrained(tmp_path), model)
 
 
 @pytest.mark.parametrize("tied", [False, True])
