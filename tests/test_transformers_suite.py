@@ -36,7 +36,7 @@ SKIPS = {
         test_flex_attention_with_grads test_model_parallelism test_sdpa_can_compile_dynamic
         test_sdpa_can_dispatch_on_flash test_torch_compile_for_training
     """,
-    "needs flash attention, the kernels library or deepspeed": """
+    "needs flash attention, the kernels library, deepspeed or torchao": """
         test_flash_attn_2_can_compile_with_attention_mask_None_without_graph_break
         test_flash_attn_2_can_dispatch_composite_models test_flash_attn_2_fp32_ln test_flash_attn_2_from_config
         test_flash_attn_2_inference_equivalence test_flash_attn_2_inference_equivalence_right_padding
@@ -47,6 +47,7 @@ SKIPS = {
         test_flash_attn_kernels_inference_equivalence test_kernels_can_load_without_crashing
         test_resize_embeddings_untied_with_deepspeed test_resize_embeddings_untied_with_deepspeed_multi_gpu
         test_resize_tokens_embeddings_with_deepspeed test_resize_tokens_embeddings_with_deepspeed_multi_gpu
+        test_tp_generation_quantized
     """,
     "is about a model of several models": """
         test_attn_implementation_composite_models test_can_set_attention_dynamically_composite_model
@@ -55,6 +56,10 @@ SKIPS = {
     "is about mixtures of experts, encoders, images or partial rotary embeddings": """
         test_eager_matches_batched_and_grouped_inference_0_fp16 test_eager_matches_batched_and_grouped_inference_1_fp32
         test_eager_matches_batched_and_grouped_inference_2_bf16 test_moe_models_record_router_logits
+        test_ep_backward test_ep_forward_0 test_ep_forward_1 test_fsdp2_expert_parallel_2d_vs_ddp
+        test_fsdp2_expert_parallel_bf16_grads_0_experts_sharded
+        test_fsdp2_expert_parallel_bf16_grads_1_experts_not_sharded test_moe_parallel_plans_shard_experts
+        test_hsdp_grad_accumulation_vs_single_device_2_expert_parallel
         test_output_router_logits_from_config test_encoder_decoder_loss_no_double_shift test_vision_axial_rope
         test_resize_position_vector_embeddings test_model_rope_with_partial_rotation
     """,

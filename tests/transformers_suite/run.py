@@ -48,7 +48,11 @@ def provide_tests_package(folder: str):
     add_module("tests.utils.test_configuration_utils", config_common_kwargs=CONFIG_FIELDS)
 
     import pipelines
+    import ranks
+    from torch import multiprocessing
 
+    add_module("tests.distributed_testing_utils", **ranks.UTILITIES)
+    multiprocessing.spawn = ranks.start  # in older versions the mixins start them
     for name in re.findall(r"pipelines\.(test_pipelines_\w+)", Path(folder, "test_pipeline_mixin.py").read_text()):
         sys.modules[f"tests.pipelines.{name}"] = pipelines
 

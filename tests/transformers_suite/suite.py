@@ -13,6 +13,7 @@ from modeling_looped import (
     LoopedForTokenClassification,
     LoopedModel,
 )
+from tests import test_fsdp_mixin, test_tensor_parallel_mixin
 from tests.test_configuration_common import ConfigTester
 from tests.test_modeling_common import ModelTesterMixin
 from tests.test_pipeline_mixin import PipelineTesterMixin
@@ -22,7 +23,22 @@ from tests.test_training_mixin import TrainingTesterMixin
 for head in ALL_CLASSES[2:]:  # transformers' own have annotations that are strings, which its mixin can not read
     head.forward.__signature__ = inspect.signature(head.forward.__wrapped__, eval_str=True)
 
+test_fsdp_mixin.FSDP_DISTRIBUTED_TEST_MODEL_TYPES = test_tensor_parallel_mixin.TP_DISTRIBUTED_TEST_MODEL_TYPES = None
+test_fsdp_mixin._get_available_fsdp_workers = lambda: 4  # also where there are fewer cores
+
 INIT_TESTS = ("test_can_init_all_missing_weights", "test_init_weights_can_init_buffers", "test_training_overfit")
+
+
+class LoopedRanksTest(
+    test_tensor_parallel_mixin.TensorParallelTesterMixin, test_fsdp_mixin.FSDPTesterMixin, unittest.TestCase
+):
+    """Before the others, since their ranks are forks: see ranks.py."""
+
+    model_tester = None
+    all_model_classes = ALL_CLASSES
+
+    def setUp(self):
+        self.model_tester = LoopedModelTester(os.environ["LOOPED_SUITE_MODEL"], published_init=False)
 
 
 class LoopedTest(ModelTesterMixin, TrainingTesterMixin, PipelineTesterMixin, unittest.TestCase):
