@@ -74,7 +74,10 @@ def heads_of_rank(heads: torch.Tensor, num_heads: int, layer: nn.Module) -> torc
     if heads.shape[-2] == num_heads:
         return heads
     mesh: Any = getattr(layer.weight, "device_mesh", None)
-    rank: Any = layer.tp_rank if mesh is None else mesh.get_local_rank(mesh.ndim - 1)
+    if mesh is not None:
+        rank: Any = mesh.get_local_rank(mesh.ndim - 1)
+    elif (rank := getattr(layer, "tp_rank", None)) is None:  # a quantised shard, which has no mesh
+        rank = torch.distributed.get_rank() % (heads.shape[-2] // num_heads)
     return heads.narrow(-2, rank * num_heads, num_heads)
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from modeling_looped.config_plans import fsdp_plan
+from modeling_looped.layers import heads_of_rank
 from tests.helpers import LIKE_GEMMA3, LIKE_OLMO2, SECTIONS, tiny_model
 from tests.helpers_processes import import_paths
 
@@ -152,3 +153,10 @@ def test_fsdp_gathers_the_embedding_and_every_section():
     fields = {"num_prelude_layers": 1, "num_coda_layers": 1, "injection": "add"}
     assert list(fsdp_plan(tiny_model(**fields).config)) == ["embed_tokens", "prelude.*", "core.*", "coda.*"]
     assert list(fsdp_plan(tiny_model().config)) == ["embed_tokens", "core.*"]
+
+
+def test_heads_of_a_rank_whose_weights_are_quantised(monkeypatch):
+    """Their shards, as torchao's, have no mesh; ranks that split a layer follow each other."""
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 3)
+    heads = torch.randn(2, 3, 4, 8)
+    assert torch.equal(heads_of_rank(heads, 2, torch.nn.Linear(8, 16)), heads[..., 2:, :])
