@@ -50,7 +50,7 @@ def without_outputs_of_loops(head: type):
     if "past_key_values" not in taken.parameters:  # the name of the cache by which PEFT finds who takes a prefix
         *named, rest = taken.parameters.values()
         prefix = Parameter("past_key_values", Parameter.KEYWORD_ONLY, default=None)
-        forward.__signature__ = taken.replace(parameters=[*named, prefix, rest])
+        vars(forward)["__signature__"] = taken.replace(parameters=[*named, prefix, rest])
     return forward
 
 
