@@ -74,9 +74,12 @@ def heads_of_rank(heads: torch.Tensor, num_heads: int, layer: nn.Module) -> torc
     if heads.shape[-2] == num_heads:
         return heads
     mesh: Any = getattr(layer.weight, "device_mesh", None)
+    of_layer: Any = getattr(layer, "tp_rank", None)
     if mesh is not None:
-        rank: Any = mesh.get_local_rank(mesh.ndim - 1)
-    elif (rank := getattr(layer, "tp_rank", None)) is None:  # a quantised shard, which has no mesh
+        rank = mesh.get_local_rank(mesh.ndim - 1)
+    elif of_layer is not None:
+        rank = of_layer
+    else:  # a quantised shard, which has no mesh; ranks that split a layer follow each other
         rank = torch.distributed.get_rank() % (heads.shape[-2] // num_heads)
     return heads.narrow(-2, rank * num_heads, num_heads)
 

@@ -150,12 +150,19 @@ class OwnLoss:
                 "from, and a prefix has the depth that it was made at: use LoRA and its like, or leave out `depths`"
             )
         per = getattr(self.depths, "per", None)
-        if per == "sequence" and self.args.world_size > 1 and is_deepspeed_zero3_enabled():
+        if per == "sequence" and self.args.world_size > 1 and gathers_in_loops(self.accelerator):
             raise ValueError(
-                f"{per=} lets {self.args.world_size} processes run different numbers of loops, in "
-                "which ZeRO-3 gathers weights from all of them: draw depths per='batch', or take ZeRO-2"
+                f"{per=} lets {self.args.world_size} processes run different numbers of loops, in which ZeRO-3, or "
+                "FSDP with blocks as units, gathers weights from all of them: draw depths per='batch', or take ZeRO-2 "
+                "or fsdp_auto_wrap_policy NO_WRAP"
             )
         return self.depths.of_step(plain, self.args.seed, step, rows, given.shape[1], given.device)
+
+
+def gathers_in_loops(accelerator) -> bool:
+    """Whether weights are gathered from all processes in every loop."""
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    return is_deepspeed_zero3_enabled() or getattr(plugin, "auto_wrap_policy", None) is not None
 
 
 def count(part: nn.Module | None) -> int:

@@ -497,19 +497,26 @@ def test_drawn_depths_do_not_go_with_a_prefix():
                 AtDepths()._drawn(model, inputs)
 
 
-def test_depths_of_rows_do_not_go_with_zero_3(monkeypatch):
+@pytest.mark.parametrize(
+    ("zero_3", "policy", "refused"), [(False, None, False), (True, None, True), (False, "blocks", True)]
+)
+def test_depths_of_rows_do_not_go_with_weights_that_are_gathered_in_loops(zero_3, policy, refused, monkeypatch):
     from modeling_looped import trainers
 
     class AtDepths(trainers.OwnLoss):
-        state, accelerator = SimpleNamespace(global_step=0), SimpleNamespace(unwrap_model=lambda model: model)
+        state = SimpleNamespace(global_step=0)
+        accelerator = SimpleNamespace(
+            unwrap_model=lambda model: model,
+            state=SimpleNamespace(fsdp_plugin=SimpleNamespace(auto_wrap_policy=policy)),
+        )
 
     trainer, inputs = AtDepths(), {"input_ids": random_ids(2, 5)}
-    for zero_3, per, processes in product((True, False), ("sequence", "batch"), (1, 2)):
-        monkeypatch.setattr(trainers, "is_deepspeed_zero3_enabled", lambda zero_3=zero_3: zero_3)
+    monkeypatch.setattr(trainers, "is_deepspeed_zero3_enabled", lambda: zero_3)
+    for per, processes in product(("sequence", "batch"), (1, 2)):
         trainer.args = SimpleNamespace(seed=0, world_size=processes, process_index=0)
         trainer.depths = trainers.DrawnDepths("poisson", mean=3, per=per)
-        refused = zero_3 and per == "sequence" and processes > 1
-        with pytest.raises(ValueError, match="per='sequence' lets 2 .*ZeRO-3") if refused else nullcontext():
+        is_refused = refused and per == "sequence" and processes > 1
+        with pytest.raises(ValueError, match="per='sequence' lets 2 .*ZeRO-3") if is_refused else nullcontext():
             trainer._drawn(tiny_model(), inputs)
 
 
