@@ -819,7 +819,7 @@ def test_requests_of_any_other_form(served):
     assert code == 400 and told["message"].endswith("urlencoded: send the header Content-Type: application/json")
     code, told = post(gzip.compress(b'{"prompt": "a"}'))
     assert code == 400 and told["message"] == "the body is not UTF-8: send JSON in UTF-8, and not compressed"
-    code, told = post(b'{"prompt": ' + b"[" * 3000 + b"]" * 3000 + b"}")
+    code, told = post(b'{"prompt": ' + b"[" * 30_000 + b"]" * 30_000 + b"}")
     assert code == 400 and told["message"].startswith("the request holds lists or objects within each other")
     code, told = post(json.dumps({"prompt": "a " * 2**21}).encode())
     assert code == 413 and "this server takes up to 65536" in told["message"] and not passes.decoders
