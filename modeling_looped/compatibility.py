@@ -42,6 +42,15 @@ KERNELS_FILL_PAGES = CACHE != "cache"
 OtherArguments = Any if TYPE_CHECKING else Unpack[look_up("transformers.utils", "TransformersKwargs", dict)]
 
 
+def at_one_commit(path, kwargs: dict) -> dict:
+    """Return the arguments of loading with what their revision is now, of which transformers from 5.24 on asks the Hub
+    once in every method that reads files, unless it is given."""
+    resolve = look_up("transformers.utils.hub", "resolve_revision", lambda path, revision, **where: revision)
+    where = {name: kwargs[name] for name in ("token", "local_files_only", "cache_dir") if kwargs.get(name) is not None}
+    revision = resolve(path, kwargs.get("revision"), **where)
+    return kwargs if revision is None else {**kwargs, "revision": revision}
+
+
 def one_cache(cache, past_key_values):
     """Return the cache that a call passes under either name. PEFT passes its prefix beside an empty cache."""
     if cache is not None and past_key_values is not None:

@@ -21,6 +21,7 @@ from huggingface_hub.dataclasses import strict, validated_field
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.utils import logging
 
+from .compatibility import at_one_commit
 from .config_errors import LoopedConfigError, raise_value_errors
 from .config_layers import DerivedFields, with_rope_kept
 from .config_plans import fsdp_plan, tensor_parallel_plan
@@ -400,6 +401,7 @@ class LoopedConfig(DerivedFields):
         """Return the content of config.json as fields of this class, also for the layout of a published model."""
         from .loading import OPENERS
 
+        kwargs = at_one_commit(pretrained_model_name_or_path, kwargs)
         where = dict(kwargs)
         config_dict, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
         if "config" in OPENERS and config_dict and where.get("gguf_file") is None:

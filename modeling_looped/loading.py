@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from typing_extensions import Self
 
-from .compatibility import look_up
+from .compatibility import at_one_commit, look_up
 from .depth_options import DEPTH_FIELDS
 from .foreign_names import ARGUMENT_OF, UnknownNameError
 from .overrides import PACKAGE
@@ -154,6 +154,7 @@ class StrictLoadingMixin:
                 f"gguf_file={file!r}: transformers reads no looped model from GGUF. Load the safetensors that it was "
                 "made of; a dense model in GGUF opens as its own class, and from_dense makes it loop"
             )
+        kwargs = at_one_commit(pretrained_model_name_or_path, kwargs)
         # a folder in a foreign layout, see formats/
         public = None
         if pretrained_model_name_or_path is not None and "public" in OPENERS:

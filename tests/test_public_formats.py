@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from huggingface_hub import HfApi
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
@@ -30,6 +31,7 @@ from modeling_looped import (
     save_public,
 )
 from modeling_looped.exit_criteria import ExitRule
+from modeling_looped.formats import folder as folder_of_formats
 from modeling_looped.formats.reading import open_public
 from modeling_looped.formats.registry import LAYOUTS
 from modeling_looped.formats.writing import public_config
@@ -573,6 +575,39 @@ def test_a_damaged_file_whose_names_tell_the_layout(kept, tmp_path):
     (folder / "model.safetensors").write_bytes(content[:kept])
     with pytest.raises(ValueError, match="model.safetensors is damaged"):
         LoopedForCausalLM.from_pretrained(folder)
+
+
+def test_an_index_tells_the_layout(tmp_path):
+    """Of a repository on the Hub, a config fetches no weights."""
+    folder = write(tmp_path, *made("huginn"), num_shards=3)
+    config = LoopedConfig.from_pretrained(folder)
+    for shard in folder.glob("*.safetensors"):
+        shard.unlink()
+    assert LoopedConfig.from_pretrained(folder).to_dict() == config.to_dict()
+    with pytest.raises(OSError, match="model-00001-of-00003"):
+        LoopedForCausalLM.from_pretrained(folder)
+
+
+@pytest.mark.skipif(not hasattr(transformers.utils.hub, "resolve_revision"), reason="of transformers 5.24")
+@pytest.mark.parametrize("opener", [LoopedConfig, LoopedForCausalLM])
+def test_the_hub_is_asked_once_what_a_branch_is(opener, tmp_path, monkeypatch):
+    repository, commit = tmp_path / "models--looped--tiny", "0" * 40
+    write(repository / "snapshots" / commit, *made("huginn"), num_shards=3)
+    (repository / "refs").mkdir()
+    (repository / "refs/main").write_text(commit)
+    pinned = []
+
+    def recording(call):
+        def recorded(*args, **kwargs):
+            pinned.append(hasattr(kwargs.get("revision"), "resolved"))
+            return call(*args, **kwargs)
+
+        return recorded
+
+    monkeypatch.setattr(HfApi, "resolve_revision", recording(HfApi.resolve_revision))
+    monkeypatch.setattr(folder_of_formats, "cached_file", recording(folder_of_formats.cached_file))
+    opener.from_pretrained("looped/tiny", cache_dir=tmp_path)
+    assert pinned[0] is False and len(pinned) > 2 and all(pinned[1:])
 
 
 @pytest.mark.parametrize("content", ["[]", "null", "3"])

@@ -77,21 +77,27 @@ def read_json_config(path, hub: dict) -> dict | None:
 
 def stored_tensors(path, hub: dict) -> dict[str, torch.dtype | None]:
     """Return the names of all stored tensors with their types where these are known, else None."""
-    tensors = {}
-    for file in weight_files(path, hub):
-        try:
-            tensors |= tensors_in(file)
-        except (SafetensorError, UnpicklingError, EOFError, RuntimeError) as error:
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise ValueError(f"the weight file {file} is damaged, or no file of tensors alone ({reason})") from error
-    return tensors
+    return {name: dtype for file in weight_files(path, hub) for name, dtype in tensors_in(file).items()}
+
+
+def stored_names(path, hub: dict) -> frozenset[str]:
+    """Return the names of all stored tensors. An index holds them, so that no shard is fetched from the Hub."""
+    file = weights_or_index(path, hub)
+    if not file.endswith(".json"):
+        return frozenset(tensors_in(file))
+    shards_of(file)  # refuses what is no index
+    return frozenset(read_object(file)["weight_map"])
 
 
 def tensors_in(file: str) -> dict[str, torch.dtype | None]:
-    if file.endswith(".safetensors"):
-        with safe_open(file, framework="pt") as opened:
-            return {name: FLOATS.get(opened.get_slice(name).get_dtype()) for name in opened.keys()}
-    stored = torch.load(file, map_location="meta", weights_only=True)
+    try:
+        if file.endswith(".safetensors"):
+            with safe_open(file, framework="pt") as opened:
+                return {name: FLOATS.get(opened.get_slice(name).get_dtype()) for name in opened.keys()}
+        stored = torch.load(file, map_location="meta", weights_only=True)
+    except (SafetensorError, UnpicklingError, EOFError, RuntimeError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ValueError(f"the weight file {file} is damaged, or no file of tensors alone ({reason})") from error
     if not isinstance(stored, dict):
         raise ValueError(f"the weight file {file} holds a {type(stored).__name__}, and no tensors by name")
     return {name: getattr(tensor, "dtype", None) for name, tensor in stored.items()}
@@ -105,19 +111,24 @@ def check_indices(path, hub: dict, variant: str | None):
             shards_of(index)
 
 
-def weight_files(path, hub: dict) -> list[str]:
+def weights_or_index(path, hub: dict) -> str:
     for name in WEIGHTS:
-        if (whole := find_file(path, name, hub)) is not None:
-            return [whole]
-        if (index := find_file(path, SHARDS.format(name), hub)) is not None:
-            shards = shards_of(index)
-            found = {shard: find_file(path, shard, hub) for shard in shards}
-            if missing := [shard for shard, place in found.items() if place is None]:
-                raise OSError(f"{path} lacks {', '.join(missing)}, which {os.path.basename(index)} names")
-            return [place for place in found.values() if place is not None]
+        for each in (name, SHARDS.format(name)):
+            if (file := find_file(path, each, hub)) is not None:
+                return file
     other = next((name for name in RENAMED_WEIGHTS if find_file(path, name, hub) is not None), None)
     advice = "" if other is None else f"; if {other} holds tensors by name, rename it to {WEIGHTS[-1]}"
     raise OSError(f"{path} has no weights: neither {' nor '.join(WEIGHTS)}, whole or in shards{advice}")
+
+
+def weight_files(path, hub: dict) -> list[str]:
+    file = weights_or_index(path, hub)
+    if not file.endswith(".json"):
+        return [file]
+    found = {shard: find_file(path, shard, hub) for shard in shards_of(file)}
+    if missing := [shard for shard, place in found.items() if place is None]:
+        raise OSError(f"{path} lacks {', '.join(missing)}, which {os.path.basename(file)} names")
+    return [place for place in found.values() if place is not None]
 
 
 def shards_of(index: str) -> list[str]:

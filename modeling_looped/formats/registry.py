@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from ..config_relations import MOST_LAYERS
 from ..configuration_looped import LoopedConfigError
-from .folder import stored_tensors
+from .folder import stored_names
 from .huginn import HUGINN, RETROFITTED, RETROFITTED_OLMO
 from .layout import OF_RELEASES, Layout
 from .llama import LLAMA
@@ -60,7 +60,7 @@ def find_layout(config: dict, path, hub: dict) -> ForeignFolder | None:
     may_be = candidates(config)
     if not may_be:
         raise LoopedConfigError(f"{path} {unknown(config)}")
-    names = frozenset() if len(may_be) == 1 else frozenset(stored_tensors(path, hub))
+    names = frozenset() if len(may_be) == 1 else stored_names(path, hub)
     for layout in may_be:
         if layout.recognises(config, names):
             return ForeignFolder(layout, config)
