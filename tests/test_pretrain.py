@@ -262,8 +262,12 @@ def test_compiling_changes_nothing(training_text, tmp_path):
     assert LoopedForCausalLM.from_pretrained(final).state_dict().keys() == names
 
 
+class ConnectError(Exception):
+    """As that of the Hub's HTTP client: no OSError."""
+
+
 class Hub:
-    """The two calls of the Hub's client that are made, written down; `folder` is what the Hub would hold."""
+    """The calls of the Hub's client that are made, written down; `folder` is what the Hub would hold."""
 
     def __init__(self, folder, fails=None):
         self.folder, self.fails, self.calls = folder, fails, []
@@ -276,10 +280,15 @@ class Hub:
         if self.fails == "create":
             raise LocalTokenNotFoundError("Token is required, but no token found")
 
+    def preupload_lfs_files(self, name, additions):
+        self.calls.append(("ask", name, [addition.path_in_repo for addition in additions]))
+        if self.fails == "ask":
+            raise OSError("403 Forbidden: you must use a write token.")
+
     def upload_folder(self, repo_id, folder_path, allow_patterns):
         self.calls.append(("upload", repo_id))
         if self.fails == "upload":
-            raise ConnectionError("the network is down")
+            raise ConnectError("the network is down")
         files = [path.relative_to(folder_path) for path in Path(folder_path).rglob("*") if path.is_file()]
         for file in filter_repo_objects(files, allow_patterns=allow_patterns):
             (self.folder / file).parent.mkdir(parents=True, exist_ok=True)
@@ -298,7 +307,11 @@ def test_a_model_is_pushed_with_its_card(training_text, tmp_path, monkeypatch, c
             "training.steps=2",
         ]
     )
-    assert hub.calls == [("create", "someone/ouro-tiny", True), ("upload", "someone/ouro-tiny")]
+    assert hub.calls == [
+        ("create", "someone/ouro-tiny", True),
+        ("ask", "someone/ouro-tiny", ["README.md"]),
+        ("upload", "someone/ouro-tiny"),
+    ]
     assert "pushed to https://hub/someone/ouro-tiny" in capsys.readouterr().out
     model = LoopedForCausalLM.from_pretrained(hub.folder)
     assert len(AutoTokenizer.from_pretrained(hub.folder)) <= model.config.vocab_size
@@ -334,9 +347,10 @@ def test_a_hub_that_refuses_is_found_before_training_and_loses_nothing_after(tra
         str(SMOKE / "lt.yaml"),
         *smoke_settings(training_text, tmp_path / "run", "training.push_to_hub=someone/lt", "training.steps=1"),
     ]
-    monkeypatch.setattr(publish, "HfApi", Hub(tmp_path / "hub", "create"))
-    with pytest.raises(CommandError, match="can not push to 'someone/lt': Token is required.*hf auth login"):
-        main(arguments)
+    for call, said in (("create", "Token is required, but no token found"), ("ask", "403 Forbidden: .* write token")):
+        monkeypatch.setattr(publish, "HfApi", Hub(tmp_path / "hub", call))
+        with pytest.raises(CommandError, match=f"can not push to 'someone/lt': {said}; run `hf auth login`"):
+            main(arguments)
     assert not (tmp_path / "run").exists()
     monkeypatch.setattr(publish, "HfApi", Hub(tmp_path / "hub", "upload"))
     with pytest.raises(CommandError, match="network is down; the model is whole there; try `hf upload someone/lt "):

@@ -5,8 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import yaml
-from huggingface_hub import HfApi
-from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub import CommitOperationAdd, HfApi
 
 from looped_recipes.common.checksums import LIST, check_folder, listed_in
 from looped_recipes.common.errors import CommandError
@@ -106,9 +105,14 @@ def without_place(name: str | None) -> str | None:
 
 
 def create_repository(name: str):
-    """Create the repository before training, so that a wrong name or login is found early."""
-    with errors_of_the_hub(f"can not push to {name!r}", "run `hf auth login`, or leave training.push_to_hub out"):
+    """Create the repository before training, so that a wrong name or login is found early. One that exists says no
+    before it is asked how a file would be uploaded."""
+    with errors_of_the_hub(
+        f"can not push to {name!r}",
+        "run `hf auth login` with a token that may write there, or leave training.push_to_hub out",
+    ):
         HfApi().create_repo(name, exist_ok=True)
+        HfApi().preupload_lfs_files(name, [CommitOperationAdd("README.md", b"#")])  # uploads no text
 
 
 def push(folder: str | Path, name: str) -> str:
@@ -130,6 +134,6 @@ def push(folder: str | Path, name: str) -> str:
 def errors_of_the_hub(what: str, advice: str):
     try:
         yield
-    except (OSError, ValueError, RuntimeError, HfHubHTTPError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    except Exception as error:  # of the Hub's client, of files, and of an HTTP client that depends on the version
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
         raise CommandError(f"{what}: {reason}; {advice}") from error
