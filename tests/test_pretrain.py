@@ -13,11 +13,14 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import accelerate
 import numpy as np
 import pytest
 import torch
 import yaml
 from accelerate.state import AcceleratorState, PartialState
+from accelerate.tracking import GeneralTracker
+from accelerate.utils import LoggerType
 from huggingface_hub import ModelCard
 from huggingface_hub.errors import LocalTokenNotFoundError
 from huggingface_hub.utils import filter_repo_objects
@@ -372,6 +375,38 @@ def test_trackers_are_told_what_metrics_jsonl_is(training_text, tmp_path, monkey
         told = [(event.step, event.value) for event in events.Scalars(key)]
         written = [(record["step"], record[key]) for record in records if key in record]
         assert len(written) >= 1 and told == [(step, pytest.approx(value)) for step, value in written], key
+
+
+class Tracker(GeneralTracker):
+    """Stands for Weights & Biases and the like; it fails at step 3."""
+
+    name, requires_logging_directory, started = "wandb", False, []
+
+    def __init__(self, project, **arguments):
+        super().__init__()
+        self.logged = []
+        self.started.append((arguments, self.logged))
+
+    tracker = property(lambda self: None)
+
+    def store_init_configuration(self, values):
+        assert values["training.steps"] in (2, 5)
+
+    def log(self, values, step):
+        if step == 3:
+            raise OSError("no room")
+        self.logged.append(step)
+
+
+def test_a_run_goes_on_in_its_trackers_and_after_they_fail(training_text, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(accelerate.tracking.LOGGER_TYPE_TO_CLASS, "wandb", Tracker)
+    monkeypatch.setattr(accelerate.tracking, "get_available_trackers", lambda: [LoggerType.WANDB])
+    for steps in (2, 5):
+        more = ["logging.trackers=[wandb]", f"training.steps={steps}", "evaluation.every=5"]
+        main([str(SMOKE / "lt.yaml"), *smoke_settings(training_text, tmp_path / "run", *more)])
+    (first, _), (second, logged) = Tracker.started
+    assert first == second and first["resume"] == "allow" and first["name"] == f"run-{first['id']}"
+    assert logged == [2] and "wandb failed at step 3 (no room)" in capsys.readouterr().err
 
 
 def steps_of(recipe, accelerator):

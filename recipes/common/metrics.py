@@ -31,7 +31,17 @@ class MetricsLog:
     def write(self, step: int, metrics: dict):
         if self.accelerator.is_main_process:
             append_line(self.path, json.dumps({"step": step, **metrics}))
-        self.accelerator.log(metrics, step=step)
+        for tracker in list(self.accelerator.trackers):
+            try:
+                tracker.log(metrics, step=step)
+            except Exception as error:  # of many kinds; none is a reason to end a training
+                self.accelerator.trackers.remove(tracker)
+                reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+                print(
+                    f"{tracker.name} failed at step {step} ({reason}) and gets no more of this launch; all of it is "
+                    f"in {self.path}",
+                    file=sys.stderr,
+                )
 
 
 def read_metrics(path: str | Path) -> list[dict]:

@@ -32,6 +32,7 @@ from .resume import (
     with_later_fields,
 )
 from .saving import from_all_processes, on_main_process
+from .trackers import name_of_run
 
 
 @dataclass
@@ -78,13 +79,17 @@ class RunCheckpoints:
         on_main_process(lambda: refuse_lost_run(self.output), self.output)
         return Progress(), None
 
-    def write_beginning(self, step: int, checkpoint: Path | None):
-        """Write the files of the run for `step`, before the run begins or continues from a checkpoint."""
+    def write_beginning(self, step: int, checkpoint: Path | None) -> str:
+        """Write the files of the run for `step`, before the run begins or continues from a checkpoint. Return the name
+        of the run in trackers."""
         for folder in (self.output, self.folder):
             remove_leftovers(folder)
         self.metrics.start(step, None if checkpoint is None else checkpoint / METRICS)
         self.recipe.save(self.output / "recipe.yaml")
-        append_line(self.output / "provenance.jsonl", json.dumps({"step": step, **provenance()}))  # each launch
+        launches = self.output / "provenance.jsonl"
+        name = name_of_run(launches)
+        append_line(launches, json.dumps({"step": step, "run": name, **provenance()}))
+        return name
 
     def load_newest(self, found: Path) -> tuple[Progress, Path]:
         """Load the newest checkpoint with finite weights and moments. Return its progress and its path."""

@@ -44,6 +44,7 @@ from looped_recipes.engine.run_checkpoints import Progress, RunCheckpoints
 from looped_recipes.engine.saving import CheckpointError, error_of_saving, on_main_process, only_run
 from looped_recipes.engine.step import Steps
 from looped_recipes.engine.taper import Taper
+from looped_recipes.engine.trackers import start_trackers
 from looped_recipes.engine.validation import validate
 from looped_recipes.settings.operations import Operations
 from looped_recipes.settings.recipe import Recipe
@@ -185,10 +186,9 @@ class Pretraining:
         self.go_to(self.step)
         if recipe.training.push_to_hub:
             on_main_process(lambda: create_repository(recipe.training.push_to_hub), self.output)
-        on_main_process(lambda: self.checkpoints.write_beginning(self.step, found), self.output)
+        name = on_main_process(lambda: self.checkpoints.write_beginning(self.step, found), self.output)
         if recipe.logging.trackers:
-            purge = {"tensorboard": {"purge_step": self.step}}  # drops what was logged after the checkpoint
-            self.accelerator.init_trackers(recipe.logging.project, flat(recipe.to_dict()), init_kwargs=purge)
+            on_main_process(lambda: start_trackers(self.accelerator, recipe, self.step, name), self.output)
 
     def say_jump(self, checkpoint: Path):
         """Say that a run of more steps than before goes on at a higher rate than the one to which it had come down."""
@@ -312,13 +312,3 @@ class Pretraining:
         if self.accelerator.is_main_process:
             print(f"saved {final}; {ending(self.metrics.path, self.config.trained_depth)}")
         return final
-
-
-def flat(nested: dict, prefix: str = "") -> dict:
-    result = {}
-    for key, value in nested.items():
-        if isinstance(value, dict):
-            result.update(flat(value, f"{prefix}{key}."))
-        else:
-            result[prefix + key] = value if isinstance(value, (int, float, str, bool)) else str(value)
-    return result
