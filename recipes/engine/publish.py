@@ -105,8 +105,8 @@ def without_place(name: str | None) -> str | None:
 
 
 def create_repository(name: str):
-    """Create the repository before training, so that a wrong name or login is found early. One that exists says no
-    before it is asked how a file would be uploaded."""
+    """Create the repository before training, so that a wrong name or login is found early. One that exists may be read
+    only: it is also asked how a file would be uploaded, which takes the right to write."""
     with errors_of_the_hub(
         f"can not push to {name!r}",
         "run `hf auth login` with a token that may write there, or leave training.push_to_hub out",
