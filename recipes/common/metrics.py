@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from .checksums import LIST, change_of
+from .errors import first_line
 from .files import append_line, write_whole
 
 
@@ -36,10 +37,9 @@ class MetricsLog:
                 tracker.log(metrics, step=step)
             except Exception as error:  # of many kinds; none is a reason to end a training
                 self.accelerator.trackers.remove(tracker)
-                reason = (str(error).strip() or type(error).__name__).splitlines()[0]
                 print(
-                    f"{tracker.name} failed at step {step} ({reason}) and gets no more of this launch; all of it is "
-                    f"in {self.path}",
+                    f"{tracker.name} failed at step {step} ({first_line(error)}) and gets no more of this launch; all "
+                    f"of it is in {self.path}",
                     file=sys.stderr,
                 )
 

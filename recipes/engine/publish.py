@@ -8,7 +8,7 @@ import yaml
 from huggingface_hub import CommitOperationAdd, HfApi
 
 from looped_recipes.common.checksums import LIST, check_folder, listed_in
-from looped_recipes.common.errors import CommandError
+from looped_recipes.common.errors import CommandError, first_line
 from looped_recipes.common.flops import sizes
 from looped_recipes.common.metrics import last_validation, read_metrics
 from looped_recipes.data.sources import looks_like_path
@@ -135,5 +135,4 @@ def errors_of_the_hub(what: str, advice: str):
     try:
         yield
     except Exception as error:  # of the Hub's client, of files, and of an HTTP client that depends on the version
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
-        raise CommandError(f"{what}: {reason}; {advice}") from error
+        raise CommandError(f"{what}: {first_line(error).rstrip('.')}; {advice}") from error

@@ -3,7 +3,7 @@
 import uuid
 from pathlib import Path
 
-from looped_recipes.common.errors import CommandError
+from looped_recipes.common.errors import CommandError, first_line
 from looped_recipes.common.metrics import read_metrics
 from looped_recipes.settings.recipe import Recipe
 
@@ -24,7 +24,7 @@ def start_trackers(accelerator, recipe: Recipe, step: int, name: str):
     try:
         accelerator.init_trackers(recipe.logging.project, flat(recipe.to_dict()), init_kwargs=arguments)
     except Exception as error:  # of many kinds: no login, no connection, no room
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+        reason = first_line(error).rstrip(".")
         raise CommandError(
             f"logging.trackers={recipe.logging.trackers} can not start: {reason}; set the tracker up, or leave it out "
             "(metrics.jsonl holds all that it gets)"
