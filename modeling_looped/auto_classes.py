@@ -15,5 +15,6 @@ AUTO_CLASSES = {
 
 
 def auto_map() -> dict[str, str]:
-    """Return the same table in the form of config.json, "file.Class" by name; transformers adds AutoConfig itself."""
-    return {auto: f"{cls.__module__.rpartition('.')[2]}.{cls.__name__}" for auto, cls in AUTO_CLASSES.items()}
+    """Return the same table in the form of config.json, "file.Class" by name, of the files beside a saved model."""
+    of_models = {auto: f"modeling_looped.{cls.__name__}" for auto, cls in AUTO_CLASSES.items()}
+    return {"AutoConfig": "configuration_looped.LoopedConfig", **of_models}

@@ -27,7 +27,7 @@ nested_compile_region = look_up("torch.compiler", "nested_compile_region", lambd
 # region between such calls, so none are made
 LIMIT: Any = {"max_reuse_entries": 2**20} if "max_reuse_entries" in signature(nested_compile_region).parameters else {}
 
-DEVICES = {"cpu", "cuda"}
+REGION_DEVICES = {"cpu", "cuda"}
 
 STAYS = "_dynamo_static_input_type"  # attribute of tensors marked by `torch._dynamo.mark_static_address`
 
@@ -59,4 +59,4 @@ def slot_of_region(cache, slot: int) -> tuple | None:
     layer = cache.layers[slot]
     if type(layer) is not StaticLayer or layer.keys is None or not hasattr(layer.keys, STAYS):
         return None
-    return (layer.keys, layer.values, layer.cumulative_length) if layer.keys.device.type in DEVICES else None
+    return (layer.keys, layer.values, layer.cumulative_length) if layer.keys.device.type in REGION_DEVICES else None

@@ -15,6 +15,8 @@
 
 from collections.abc import Collection
 from dataclasses import fields
+from os import PathLike
+from pathlib import Path
 from typing import Any, Literal
 
 from huggingface_hub.dataclasses import strict, validated_field
@@ -185,7 +187,7 @@ class LoopedConfig(DerivedFields):
     """
 
     model_type = "looped"
-    _auto_class = "AutoConfig"  # saving copies this file and what it imports, see save_pretrained
+    _auto_class = "AutoConfig"  # saving copies this file and what it imports; in the package it is None
     attribute_map = {  # the names that engines and trainers use
         "final_logit_softcapping": "logit_softcap",
         "attn_logit_softcapping": "attention_softcap",
@@ -399,13 +401,13 @@ class LoopedConfig(DerivedFields):
     @classmethod
     def get_config_dict(cls, pretrained_model_name_or_path, **kwargs):
         """Return the content of config.json as fields of this class, also for the layout of a published model."""
-        from .loading import OPENERS
+        from .loading import OF_PACKAGE
 
         kwargs = at_one_commit(pretrained_model_name_or_path, kwargs)
         where = dict(kwargs)
         config_dict, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
-        if "config" in OPENERS and config_dict and where.get("gguf_file") is None:
-            config_dict = OPENERS["config"](config_dict, pretrained_model_name_or_path, where)
+        if "config" in OF_PACKAGE and config_dict and where.get("gguf_file") is None:
+            config_dict = OF_PACKAGE["config"](config_dict, pretrained_model_name_or_path, where)
         return config_dict, kwargs
 
     @classmethod
@@ -444,17 +446,23 @@ class LoopedConfig(DerivedFields):
         fields.pop("_num_loops_asked_for", None)
         return fields
 
-    def save_pretrained(self, *args, **kwargs):
+    def save_pretrained(self, save_directory: str | PathLike, push_to_hub: bool = False, **kwargs):
         """Save config.json with the code, so that the folder also opens where this package is not installed."""
-        # transformers copies the files that this one imports: because of this import, all files of the model
         from .auto_classes import auto_map
+        from .loading import OF_PACKAGE
 
-        if type(self) is LoopedConfig:  # a subclass has models of its own
+        is_own = type(self) is LoopedConfig  # a subclass has models of its own
+        if is_own:
             ours, given = auto_map(), getattr(self, "auto_map", None) or {}
             # keep registered classes that are not of this package; replace entries for its classes from other folders
             names = {path.rpartition(".")[2] for path in ours.values()}
             self.auto_map = ours | {auto: path for auto, path in given.items() if path.rpartition(".")[2] not in names}
-        super().save_pretrained(*args, **kwargs)
+        if not is_own or "code" not in OF_PACKAGE:
+            return super().save_pretrained(save_directory, push_to_hub, **kwargs)
+        super().save_pretrained(save_directory)
+        OF_PACKAGE["code"](save_directory)
+        if push_to_hub:
+            self.push_to_hub(kwargs.pop("repo_id", Path(save_directory).name), **kwargs)
 
     def __init_subclass__(cls, **kwargs):
         # saving copies the file of a class only if the class itself sets this, as `register_for_auto_class` does

@@ -33,7 +33,7 @@ from .tensors import may_be_transformed
 
 logger = logging.get_logger(__name__)
 
-SWITCH = "LOOPED_CPU_FAST_PATHS"  # environment variable
+FAST_PATHS = "LOOPED_CPU_FAST_PATHS"  # environment variable
 FEW_ROWS = 8
 MIN_ORDERED_SIZE = 2**16  # elements of bfloat16 weights: below, reordering gains nothing
 MIN_ORDERED_FP32_SIZE = 2**17
@@ -42,7 +42,7 @@ READS_BEFORE_ORDERING = 16  # after so many products, or twice as many for large
 CONTAINER = Path("/sys/fs/cgroup")
 
 
-_is_on = is_switched_on(SWITCH, "faster ways on CPUs")
+_is_on = is_switched_on(FAST_PATHS, "faster ways on CPUs")
 
 
 def fast_paths_are_on() -> bool:
@@ -112,7 +112,7 @@ def fits_twice(weights: list[torch.Tensor]) -> bool:
         return False
     logger.info(
         "Decoding keeps weights a second time, in the order that oneDNN reads: up to "
-        f"{size} bytes more, until generate returns. {SWITCH}=0 goes without."
+        f"{size} bytes more, until generate returns. {FAST_PATHS}=0 goes without."
     )
     return True
 

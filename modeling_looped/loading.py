@@ -7,8 +7,9 @@ from os import PathLike
 from pickle import UnpicklingError
 from typing import Any
 
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.configuration_utils import PreTrainedConfig
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
+from transformers.modeling_utils import PreTrainedModel
 from typing_extensions import Self
 
 from .compatibility import at_one_commit, look_up
@@ -17,9 +18,9 @@ from .foreign_names import ARGUMENT_OF, UnknownNameError
 from .overrides import PACKAGE
 
 
-# Readers of foreign layouts: "public" and "dense" open models, "config" reads config.json. formats/ fills this table;
-# in the code beside a saved model it stays empty.
-OPENERS: dict[str, Callable] = {}
+# What only the installed package can do: "public" and "dense" open models of foreign layouts, "config" reads their
+# config.json, "code" writes the code beside a saved model. formats/ fills this table; in that code it stays empty.
+OF_PACKAGE: dict[str, Callable] = {}
 STRICTLY: ContextVar[tuple[str, str] | None] = ContextVar("path and class of what is loaded strictly", default=None)
 # parameters that are filled rather than loaded, as they should be, and so are not reported as missing
 FILLED: ContextVar[Collection[str]] = ContextVar("names of parameters that are filled by design", default=())
@@ -157,8 +158,8 @@ class StrictLoadingMixin:
         kwargs = at_one_commit(pretrained_model_name_or_path, kwargs)
         # a folder in a foreign layout, see formats/
         public = None
-        if pretrained_model_name_or_path is not None and "public" in OPENERS:
-            public = OPENERS["public"](pretrained_model_name_or_path, kwargs)
+        if pretrained_model_name_or_path is not None and "public" in OF_PACKAGE:
+            public = OF_PACKAGE["public"](pretrained_model_name_or_path, kwargs)
         if public is None and (own := class_beside_weights(cls, pretrained_model_name_or_path, kwargs)) is not cls:
             return own.from_pretrained(pretrained_model_name_or_path, *model_args, strict=strict, **kwargs)
         loader = cls if public is None else public.loading_class(cls)
@@ -225,9 +226,9 @@ class StrictLoadingMixin:
     @classmethod
     def from_dense(cls, pretrained_model_name_or_path: str | PathLike | PreTrainedModel, **options) -> Self:
         """Make a looped model from a dense one (Llama, Mistral, Qwen and others), see formats/dense.py."""
-        if "dense" not in OPENERS:
+        if "dense" not in OF_PACKAGE:
             raise NotImplementedError("from_dense needs the installed package: pip install modeling-looped")
-        return OPENERS["dense"](cls, pretrained_model_name_or_path, **options)
+        return OF_PACKAGE["dense"](cls, pretrained_model_name_or_path, **options)
 
     @classmethod
     def refuse_misfits(cls, path, model, info: dict):

@@ -29,8 +29,8 @@ from .tensors import on_device
 
 logger = logging.get_logger(__name__)
 
-DEVICES = {"cuda"}
-SWITCH = "LOOPED_CUDA_GRAPHS"
+RECORDED_DEVICES = {"cuda"}
+GRAPHS = "LOOPED_CUDA_GRAPHS"
 LENGTH_STEP = 256  # the number of places that graphs attend to is a multiple of this
 MOST = 64  # the most graphs of an engine: each takes some memory of the device
 AFTER = 2  # passes of each kind that run before a graph is recorded: a short call needs none
@@ -45,7 +45,7 @@ class CannotRecord(RuntimeError):
 def can_have_graphs(model, is_int8: bool) -> bool:
     """Return whether all passes of this model launch the same kernels and differ only in the data."""
     config, device = model.config, model.device.type
-    if device not in DEVICES or _failed or not is_switched_on(SWITCH, "passes of rows as CUDA graphs"):
+    if device not in RECORDED_DEVICES or _failed or not is_switched_on(GRAPHS, "passes of rows as CUDA graphs"):
         return False
     if (
         not sdpa_is_as_written()

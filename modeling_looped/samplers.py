@@ -76,7 +76,7 @@ def depths_of_step(
     and T = n + k with k = `backprop_loops`, so that no row is shallower than k. "poisson_lognormal" counts one loop
     more than its rate, so that its mean is `mean` + 1, as published.
     """
-    _check(sampler, mean, per, backprop_loops, split, maximum, rows_per_draw)
+    check_draw(sampler, mean, per, backprop_loops, split, maximum, rows_per_draw)
     draw = SAMPLERS[sampler]
     suffix = backprop_loops if split == "prefix" and backprop_loops is not None else 0
     least = 0 if split == "prefix" else 1
@@ -126,7 +126,7 @@ def _whole(number: float, sampler: str) -> int:
     return round(number)
 
 
-def _check(sampler, mean, per, backprop_loops, split, maximum, rows_per_draw):
+def check_draw(sampler, mean, per, backprop_loops, split, maximum, rows_per_draw):
     for name, value, known in (
         ("sampler", sampler, tuple(SAMPLERS)),
         ("per", per, tuple(DRAWS)),

@@ -1,6 +1,6 @@
 """Checks where serving engines build a model: refuse the settings that they would leave out silently."""
 
-from transformers import GenerationConfig
+from transformers.generation import GenerationConfig
 
 from .checks import check_softcap
 from .compatibility import look_up

@@ -90,7 +90,7 @@ def test_switched_off_everything_is_torchs(monkeypatch):
         assert not is_slow_single_query(query)
 
 
-@pytest.mark.parametrize("name", [cpu.SWITCH, row_graphs.SWITCH])
+@pytest.mark.parametrize("name", [cpu.FAST_PATHS, row_graphs.GRAPHS])
 def test_the_environment_sets_the_switches(name, monkeypatch):
     monkeypatch.delenv(name, raising=False)
     assert is_switched_on(name, "it")

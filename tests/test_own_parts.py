@@ -157,7 +157,6 @@ def test_no_field_changes_what_is_saved_without_a_word(tmp_path, monkeypatch):
     """Whatever is assigned to the config: the model follows, or it is told, or the folder does not open silently."""
     ids, told, differ, compared = random_ids(1, 5), [], [], 0
     monkeypatch.setattr(checks.logger, "warning", told.append)
-    monkeypatch.setattr(LoopedConfig, "_auto_class", None)  # no copies of the code, a hundred times
     sizes = {"num_core_layers": 1, "num_loops": 2, "norm_affine": False, "embedding_scale": 3.7}
     built = tiny_model(readout_norm="rmsnorm", **sizes)
     changes = [(field.name, value) for field in dataclasses.fields(LoopedConfig) for value in other_values(field)]

@@ -8,9 +8,9 @@ import pytest
 import torch
 import transformers
 
-import modeling_looped
 from modeling_looped import LoopedConfig, LoopedForCausalLM
 from modeling_looped.auto_classes import AUTO_CLASSES
+from modeling_looped.formats.saved_code import saved_code
 from tests.helpers import tiny_model, tiny_tokenizer
 from tests.helpers_processes import import_paths, run_clean
 
@@ -76,7 +76,7 @@ def saved(tmp_path_factory):
         folders[auto] = str(root / auto)
         model.save_pretrained(folders[auto], max_shard_size="20kB")
     tiny_tokenizer().save_pretrained(folders["AutoModelForCausalLM"])
-    return folders, expected, code_of(os.path.dirname(modeling_looped.__file__))
+    return folders, expected
 
 
 def open_elsewhere(folders, tmp_path):
@@ -104,7 +104,7 @@ def opened(saved, request, tmp_path_factory):
 
 
 def test_every_class_opens_elsewhere_bit_for_bit_and_saves_again(saved, opened):
-    folders, expected, _ = saved
+    folders, expected = saved
     saved_again, found = opened
     assert_same(found, expected, saved_again)
     for auto, folder in saved_again.items():
@@ -125,20 +125,18 @@ def code_of(folder):
 
 
 def test_folder_is_complete(saved):
-    folders, _, package_code = saved
-    for folder in folders.values():
+    for folder in saved[0].values():
         auto_map = json.load(open(os.path.join(folder, "config.json")))["auto_map"]
         assert auto_map == {
             "AutoConfig": "configuration_looped.LoopedConfig",
             "AutoModel": "modeling_looped.LoopedModel",
-            "AutoModelForCausalLM": "causal_lm.LoopedForCausalLM",
-            "AutoModelForQuestionAnswering": "heads.LoopedForQuestionAnswering",
-            "AutoModelForSequenceClassification": "heads.LoopedForSequenceClassification",
-            "AutoModelForTokenClassification": "heads.LoopedForTokenClassification",
+            "AutoModelForCausalLM": "modeling_looped.LoopedForCausalLM",
+            "AutoModelForQuestionAnswering": "modeling_looped.LoopedForQuestionAnswering",
+            "AutoModelForSequenceClassification": "modeling_looped.LoopedForSequenceClassification",
+            "AutoModelForTokenClassification": "modeling_looped.LoopedForTokenClassification",
         }
-        code = code_of(folder)
-        assert code == {name: package_code[name] for name in code}
-    assert "auto_map" not in json.load(open(os.path.join(folders["AutoModelForCausalLM"], "tokenizer_config.json")))
+        assert code_of(folder) == {f"{name}.py": text for name, text in saved_code().items()}
+    assert "auto_map" not in json.load(open(os.path.join(saved[0]["AutoModelForCausalLM"], "tokenizer_config.json")))
 
 
 @pytest.mark.slow
@@ -178,7 +176,7 @@ except ValueError as error:
 @pytest.mark.slow
 def test_opens_from_the_hub_cache(saved, tmp_path):
     """Files of a hub repository are collected import by import, not as a folder."""
-    folders, expected, _ = saved
+    folders, expected = saved
     commit = "0123456789abcdef0123456789abcdef01234567"
     repository = tmp_path / "hub" / "models--looped--tiny"
     (repository / "refs").mkdir(parents=True)
@@ -205,7 +203,7 @@ def test_wrapped_class_saves_under_its_own_name(tmp_path):
     model.save_pretrained(tmp_path)
     written = json.load(open(tmp_path / "config.json"))
     assert written["architectures"] == ["LoopedForCausalLM"]
-    assert written["auto_map"]["AutoModelForCausalLM"] == "causal_lm.LoopedForCausalLM"
+    assert written["auto_map"]["AutoModelForCausalLM"] == "modeling_looped.LoopedForCausalLM"
     assert not (tmp_path / "module.py").exists()
 
 
@@ -250,3 +248,13 @@ assert torch.equal(model(torch.arange(3, 9)[None]).logits, torch.load("logits.pt
     for each in (script, opening):
         paths = [str(tmp_path), *import_paths().split(os.pathsep)]
         run_clean(f"import sys\nsys.path[:0] = {paths}{each}", tmp_path=tmp_path)
+
+
+def test_a_config_that_is_pushed_while_it_is_saved_takes_its_code_along(tmp_path, monkeypatch):
+    pushed = []
+    monkeypatch.setattr(LoopedConfig, "push_to_hub", lambda self, name, **options: pushed.append((name, options)))
+    LoopedConfig().save_pretrained(tmp_path / "tiny", push_to_hub=True, private=True)
+    LoopedConfig().save_pretrained(tmp_path / "tiny", push_to_hub=True, repo_id="me/other")
+    assert pushed == [("tiny", {"private": True}), ("me/other", {})]
+    found = sorted(file.name for file in (tmp_path / "tiny").iterdir())
+    assert found == ["config.json", "configuration_looped.py", "modeling_looped.py"]

@@ -49,7 +49,7 @@ def replays(monkeypatch):
     def counted(function, device):
         return Repeated(lambda: counts.append(1) or function())
 
-    monkeypatch.setattr(row_graphs, "DEVICES", {"cpu"})
+    monkeypatch.setattr(row_graphs, "RECORDED_DEVICES", {"cpu"})
     monkeypatch.setattr(row_graphs, "record", counted)
     monkeypatch.setattr(row_graphs, "LENGTH_STEP", 8)  # so that a generation outgrows its graphs
     return counts
@@ -81,7 +81,7 @@ def test_tokens_are_those_without_graphs(system, way, replays, monkeypatch):
         pytest.skip("this model always begins from its input")
     found = decode(model, prompt, mask, **WAYS[way])
     assert replays
-    monkeypatch.setenv(row_graphs.SWITCH, "0")
+    monkeypatch.setenv(row_graphs.GRAPHS, "0")
     replays.clear()
     expected = decode(model, prompt, mask, **WAYS[way])
     assert not replays
@@ -128,7 +128,7 @@ def test_plain_decoding_in_step_is_that_of_transformers(system, way, replays, mo
     model = tiny_model(num_loops=4, eos_token_id=None, pad_token_id=0, **(more | SYSTEMS)[system]).double().eval()
     outputs = []
     for value in ("1", "0"):
-        monkeypatch.setenv(row_graphs.SWITCH, value)
+        monkeypatch.setenv(row_graphs.GRAPHS, value)
         torch.manual_seed(0)
         outputs.append(decode(model, *padded_prompt(), **PLAIN_WAYS[way]))
         assert bool(replays) == (value == "1")
@@ -161,7 +161,7 @@ def test_plain_decoding_in_step_is_that_of_transformers(system, way, replays, mo
     ids=str,
 )
 def test_other_plain_decoding_is_left_to_transformers(how, monkeypatch):
-    monkeypatch.setattr(row_graphs, "DEVICES", {"cpu"})
+    monkeypatch.setattr(row_graphs, "RECORDED_DEVICES", {"cpu"})
     called = []
     monkeypatch.setattr("modeling_looped.generation.decode_in_step", called.append)
     fields = {"preset": "huginn", "num_prelude_layers": 1, "num_coda_layers": 1} if "state_seed" in how else {}
@@ -242,7 +242,7 @@ def test_drafts_give_the_tokens_without_graphs(system, rows, how, replays, monke
     model, (prompt, mask) = model_of(system), padded_prompt()
     prompt, mask, outputs = prompt[:rows], mask[:rows], []
     for value in ("1", "0"):
-        monkeypatch.setenv(row_graphs.SWITCH, value)
+        monkeypatch.setenv(row_graphs.GRAPHS, value)
         torch.manual_seed(0)
         how = {"max_new_tokens": 24, "draft_loops": 2, "draft_tokens": 1, **how}
         outputs.append(decode(model, prompt, mask, **how))
@@ -306,7 +306,7 @@ def test_a_stopped_generation_leaves_the_tokens_in_the_cache_of_the_caller(syste
     model, prompt, lengths = model_of(system), random_ids(2, 6), []
 
     for value in ("1", "0"):
-        monkeypatch.setenv(row_graphs.SWITCH, value)
+        monkeypatch.setenv(row_graphs.GRAPHS, value)
         cache = LoopedCache(model.config)
         how = {"past_key_values": cache, "max_new_tokens": 12, "do_sample": False}
         with pytest.raises(ConnectionError):
@@ -324,10 +324,10 @@ def test_requests_that_share_passes_run_by_the_graphs_of_each(system, replays, m
     ]
     for request in requests:
         request["attention_mask"] = torch.ones_like(request["input_ids"])
-    monkeypatch.setenv(row_graphs.SWITCH, "0")
+    monkeypatch.setenv(row_graphs.GRAPHS, "0")
     alone = [model.generate(**request) for request in requests]
     assert not replays
-    monkeypatch.setenv(row_graphs.SWITCH, "1")
+    monkeypatch.setenv(row_graphs.GRAPHS, "1")
     with SharedPasses(model, max_rows=4) as passes:
         found = together(passes, requests)
     assert len(replays) > passes.ticks

@@ -1,13 +1,17 @@
 """Imports run one way: from evaluation to training to the model family, and in these from commands to common files."""
 
 import ast
+import builtins
+import collections
 import functools
 import re
+import symtable
 from pathlib import Path
 
 import pytest
 
 import modeling_looped
+from modeling_looped.formats.saved_code import imports_of_ours, in_order, text_of, tree_of
 
 
 ROOT = Path(__file__).parent.parent
@@ -109,6 +113,28 @@ def test_the_model_family_is_flat_and_imports_by_one_dot():
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom):
                 assert node.level <= 1 and (node.level == 0 or node.module and "." not in node.module), path.name
+
+
+def test_files_beside_a_saved_model_share_no_names():
+    """They are merged into two files: one name must not be two things there."""
+    meanings = collections.defaultdict(set)
+    for part in {*in_order("configuration_looped"), *in_order("auto_classes")}:
+        assert ast.get_docstring(tree_of(part)), part
+        for symbol in symtable.symtable(text_of(part), part, "exec").get_symbols():
+            if symbol.is_assigned() and not symbol.is_imported():
+                meanings[symbol.get_name()].add(part)
+        nodes = list(ast.walk(tree_of(part)))
+        ours = [node for node, _ in imports_of_ours(nodes)]
+        assert not any(alias.asname for node in ours for alias in node.names), part
+        for node in nodes:
+            if isinstance(node, ast.Import | ast.ImportFrom) and node not in ours:
+                for alias in node.names:
+                    meanings[alias.asname or alias.name].add(f"{getattr(node, 'module', '')}.{alias.name}")
+    assert meanings.pop("__all__")
+    assert all("\nlogger = logging.get_logger(__name__)\n" in text_of(part) for part in meanings.pop("logger"))
+    assert len(meanings) > 500
+    assert {name: given for name, given in meanings.items() if len(given) > 1} == {}
+    assert meanings.keys() & set(dir(builtins)) == set()
 
 
 def test_model_files_never_import_foreign_layouts():

@@ -14,19 +14,23 @@ What opens: Ouro, Huginn, Llama models that were retrofitted in its form, Parcae
 how its config.json reads, and one table of names for both directions. What a layout cannot say is refused by name.
 
 The model files never import this folder, so that what is saved beside a model stays lean; they find it in
-`loading.OPENERS`.
+`loading.OF_PACKAGE`.
 """
 
-from ..loading import OPENERS
+from ..configuration_looped import LoopedConfig
+from ..loading import OF_PACKAGE
 from .auto import register_public_formats
 from .dense import from_dense
 from .reading import open_public, read_public_config
 from .registry import LAYOUTS
+from .saved_code import write_code
 from .writing import save_public
 
 
-OPENERS["public"] = open_public
-OPENERS["config"] = read_public_config
-OPENERS["dense"] = from_dense
+OF_PACKAGE["public"] = open_public
+OF_PACKAGE["config"] = read_public_config
+OF_PACKAGE["dense"] = from_dense
+OF_PACKAGE["code"] = write_code
+LoopedConfig._auto_class = None  # or transformers would copy the files of this package, one by one
 
 __all__ = ["LAYOUTS", "register_public_formats", "save_public"]

@@ -102,7 +102,7 @@ def test_blocks_as_cuda_graphs_in_training(window, device):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_generate_with_a_static_cache(system, mode, with_regions, device, monkeypatch):
-    monkeypatch.setattr(compiled_blocks, "DEVICES", {device} if with_regions else set())
+    monkeypatch.setattr(compiled_blocks, "REGION_DEVICES", {device} if with_regions else set())
     fields = {"eos_token_id": None, "pad_token_id": 0, **SYSTEMS[system]}
     model = tiny_model(**fields).double().to(device)
     prompt = random_ids(2, 5).to(device)

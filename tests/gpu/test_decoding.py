@@ -75,10 +75,10 @@ def test_loops_of_rows_are_graphs(system, device, monkeypatch):
     for rows in (slice(None), slice(1)):
         prompt = random_ids(3, 6)[rows].to(device)
         how |= {"do_sample": False, "return_dict_in_generate": True, "attention_mask": torch.ones_like(prompt)}
-        monkeypatch.delenv(row_graphs.SWITCH, raising=False)
+        monkeypatch.delenv(row_graphs.GRAPHS, raising=False)
         found = model.generate(prompt, **how)
         assert len(replays) > 20
-        monkeypatch.setenv(row_graphs.SWITCH, "0")
+        monkeypatch.setenv(row_graphs.GRAPHS, "0")
         replays.clear()
         expected = model.generate(prompt, **how)
         assert not replays and torch.equal(found.sequences, expected.sequences)
