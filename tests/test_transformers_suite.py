@@ -135,3 +135,59 @@ def test_a_looped_model_passes_the_tests_of_transformers(model, suite, tmp_path)
 
     passed = {test for test, outcome, _ in outcomes if outcome == "passed"}
     assert len(passed) >= FEWEST_PASSED, f"only {len(passed)} tests ran with {model}: {sorted(passed)}"
+
+
+WAITING_RANKS = """
+import multiprocessing, signal, sys, threading
+import ranks
+
+ranks.LONGEST = float(sys.argv[1])
+multiprocessing.set_forkserver_preload(["ranks"])
+signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in a shell's background
+
+
+def wait_for_ever(rank):
+    print("waits", flush=True)
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire()
+
+
+if __name__ == "__main__":
+    ranks.start(wait_for_ever, nprocs=2)
+"""
+
+
+@pytest.fixture
+def waiting_ranks(tmp_path):
+    """Start a process with two ranks that wait for ever. Its output ends when all of them have ended."""
+    script = tmp_path / "waiting.py"
+    script.write_text(WAITING_RANKS)
+    environment = {**os.environ, "PYTHONPATH": str(RUNNER.parent)}
+    runs = []
+
+    def start(longest: float):
+        command = [sys.executable, str(script), str(longest)]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        runs.append(subprocess.Popen(command, env=environment, **pipes))
+        return runs[0]
+
+    yield start
+    for run in runs:
+        run.kill()
+
+
+@pytest.mark.slow
+def test_a_rank_that_waits_for_ever_says_where_and_fails_its_test(waiting_ranks):
+    run = waiting_ranks(longest=5)
+    output, _ = run.communicate(timeout=60)
+    assert run.returncode == 1
+    assert "in wait_for_ever" in output and "ProcessExitedException" in output
+
+
+@pytest.mark.slow
+def test_ranks_end_with_the_process_of_the_tests(waiting_ranks):
+    run = waiting_ranks(longest=600)
+    assert [run.stdout.readline() for _ in range(2)] == ["waits\n"] * 2
+    run.kill()
+    run.communicate(timeout=30)

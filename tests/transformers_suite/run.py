@@ -69,6 +69,12 @@ def register():
     transformers.utils.direct_transformers_import = lambda *args, **kwargs: transformers  # not the sdist's copy
 
 
+def prepare(folder: str):
+    sys.path += [str(HERE.parent), str(HERE.parent.parent)]  # helpers; modeling_looped
+    provide_tests_package(folder)
+    register()
+
+
 def save_models(folder: str, name: str):
     """For the pipeline tests, which load their models, and the list of them, from a folder."""
     import torch
@@ -94,20 +100,21 @@ class Recorder:
     def pytest_runtest_logreport(self, report):
         if report.when == "call" or not report.passed:
             message = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longreprtext
+            if report.failed:
+                message += f"\n{report.capstderr}"  # of ranks, too
             self.outcomes.append([report.nodeid.rpartition("::")[2], report.outcome, message])
 
 
 def main(tests: str, name: str, report: str, *options: str):
     import pytest
 
-    sys.path += [str(HERE.parent), str(HERE.parent.parent)]  # helpers; modeling_looped
-    os.environ["LOOPED_SUITE_MODEL"] = name
+    os.environ["LOOPED_SUITE_TESTS"], os.environ["LOOPED_SUITE_MODEL"] = tests, name
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))  # of ranks
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # none is needed, and importing them takes seconds
     recorder = Recorder()
     with tempfile.TemporaryDirectory() as folder:
         os.environ["TRANSFORMERS_TINY_MODEL_PATH"] = folder
-        provide_tests_package(tests)
-        register()
+        prepare(tests)
         save_models(folder, name)
         quiet = ["-q", "--disable-warnings", "-p", "no:cacheprovider", "--noconftest"]
         quiet += ["-c", os.devnull, "--rootdir", folder]

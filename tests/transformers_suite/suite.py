@@ -32,8 +32,6 @@ INIT_TESTS = ("test_can_init_all_missing_weights", "test_init_weights_can_init_b
 class LoopedRanksTest(
     test_tensor_parallel_mixin.TensorParallelTesterMixin, test_fsdp_mixin.FSDPTesterMixin, unittest.TestCase
 ):
-    """Before the others, since their ranks are forks: see ranks.py."""
-
     model_tester = None
     all_model_classes = ALL_CLASSES
 
