@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from looped_recipes.common.checksums import change_of, check_folder, renew_checksum
+from looped_recipes.common.metrics import MetricsLog
 from looped_recipes.engine.checkpoint import (
     check_space,
     latest_checkpoint,
@@ -157,7 +158,8 @@ def test_the_newest_and_the_best_are_kept(tmp_path):
 def test_a_run_goes_on_with_its_counts_its_monitor_and_its_best(tmp_path, keep_best, kept):
     output = [f"training.output_dir={tmp_path}", "training.keep_last=1", f"training.keep_best={keep_best}"]
     recipe = load_recipe(SMOKE / "lt.yaml", output)
-    accelerator, metrics = SimpleNamespace(trackers=[], print=print), SimpleNamespace(path=tmp_path / "metrics.jsonl")
+    accelerator = SimpleNamespace(trackers=[], print=print)
+    metrics = MetricsLog(tmp_path / "metrics.jsonl", accelerator)
     compared = {"precision": "no", "rows_of_dropout": None, "validation": {}}
 
     def checkpoints(monitor) -> RunCheckpoints:

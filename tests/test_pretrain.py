@@ -397,6 +397,9 @@ class Tracker(GeneralTracker):
             raise OSError("no room")
         self.logged.append(step)
 
+    def finish(self):
+        raise OSError("no connection")
+
 
 def test_a_run_goes_on_in_its_trackers_and_after_they_fail(training_text, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(accelerate.tracking.LOGGER_TYPE_TO_CLASS, "wandb", Tracker)
@@ -406,7 +409,8 @@ def test_a_run_goes_on_in_its_trackers_and_after_they_fail(training_text, tmp_pa
         main([str(SMOKE / "lt.yaml"), *smoke_settings(training_text, tmp_path / "run", *more)])
     (first, _), (second, logged) = Tracker.started
     assert first == second and first["resume"] == "allow" and first["name"] == f"run-{first['id']}"
-    assert logged == [2] and "wandb failed at step 3 (no room)" in capsys.readouterr().err
+    failures = re.findall(r"wandb failed (.*) and gets", capsys.readouterr().err)
+    assert logged == [2] and failures == ["at the end (no connection)", "at step 3 (no room)"]
 
 
 def steps_of(recipe, accelerator):

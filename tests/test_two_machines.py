@@ -72,7 +72,8 @@ def job(arguments: list[str], lose=None) -> tuple[list[int], str]:
 @pytest.mark.timeout(900)  # three launches
 def test_a_lost_machine_costs_the_steps_since_the_last_checkpoint(training_text, tmp_path):
     def arguments(name):
-        return smoke_settings(training_text, tmp_path / name, "training.steps=12", "training.save_in_background=true")
+        more = ["training.steps=12", "training.save_in_background=true", "logging.trackers=[tensorboard]"]
+        return smoke_settings(training_text, tmp_path / name, *more)
 
     codes, said = job(arguments("whole"))
     assert codes == [0, 0], said

@@ -4,7 +4,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from .checksums import LIST, change_of
@@ -32,13 +32,29 @@ class MetricsLog:
     def write(self, step: int, metrics: dict):
         if self.accelerator.is_main_process:
             append_line(self.path, json.dumps({"step": step, **metrics}))
+        self.ask_trackers(lambda tracker: tracker.log(metrics, step=step), f"at step {step}")
+
+    def flush(self, step: int):
+        """Let trackers write what they hold back, as TensorBoard's does."""
+
+        def flush(tracker):
+            if hasattr(tracker.tracker, "flush"):
+                tracker.tracker.flush()
+
+        self.ask_trackers(flush, f"at step {step}")
+
+    def finish(self):
+        """End the trackers. accelerate's `end_training` would end the process group, too, which saving needs."""
+        self.ask_trackers(lambda tracker: tracker.finish(), "at the end")
+
+    def ask_trackers(self, function: Callable, when: str):
         for tracker in list(self.accelerator.trackers):
             try:
-                tracker.log(metrics, step=step)
+                function(tracker)
             except Exception as error:  # of many kinds; none is a reason to end a training
                 self.accelerator.trackers.remove(tracker)
                 print(
-                    f"{tracker.name} failed at step {step} ({first_line(error)}) and gets no more of this launch; all "
+                    f"{tracker.name} failed {when} ({first_line(error)}) and gets no more of this launch; all "
                     f"of it is in {self.path}",
                     file=sys.stderr,
                 )

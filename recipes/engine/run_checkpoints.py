@@ -152,9 +152,7 @@ class RunCheckpoints:
         }
         if (scaler := getattr(self.accelerator, "scaler", None)) is not None:  # scaler of fp16
             extra["scaler"] = scaler.state_dict()
-        for tracker in self.accelerator.trackers:
-            if hasattr(tracker.tracker, "flush"):  # e.g. TensorBoard's writer
-                tracker.tracker.flush()
+        self.metrics.flush(progress.step)
         save_checkpoint(
             self.folder,
             progress.step,

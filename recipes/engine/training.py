@@ -157,8 +157,7 @@ class Pretraining:
                 self.take_steps(bar)
             finally:
                 self.checkpoints.wait()
-        if self.recipe.logging.trackers:
-            self.accelerator.end_training()
+        self.metrics.finish()
         if self.step == self.total_steps:
             return self.finish()
         reached = f"step {self.step} of {self.total_steps} is saved in {self.output / 'checkpoints'}"
