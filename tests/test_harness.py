@@ -320,6 +320,17 @@ def test_logits_of_a_few_tokens_are_in_memory(model, monkeypatch, exits):
     assert heads == [8] * 3 * num_read + [3] * num_read
 
 
+def test_exits_that_stop_are_read_for_a_few_tokens_at_a_time(model, monkeypatch):
+    exits = {"exit_criterion": "max_prob", "exit_threshold": 0.15, "exit_selection": "stop"}
+    lm = LoopedLM(model, num_loops=3, batch_size=2, device="cpu", **exits)
+    documents, read, log_p = [list(range(3, 23)), list(range(5, 12))], [], lm._log_p
+    whole = torch.stack(lm.score_documents(documents, True))
+    monkeypatch.setattr(looped_lm, "TOKENS_READ", 8)
+    monkeypatch.setattr(lm, "_log_p", lambda logits, targets: read.append(len(logits)) or log_p(logits, targets))
+    assert torch.stack(lm.score_documents(documents, True)).equal(whole)
+    assert read == [8] * 3 + [3]
+
+
 @pytest.mark.parametrize("depths", [[12], [1, 12]])
 def test_the_batch_size_is_found_at_the_deepest_depth(model, manager, monkeypatch, depths):
     """Asked for more loops than its config has, a model holds the states and the cache of as many."""

@@ -449,7 +449,7 @@ class LoopedLM(HFLM):
 
     def _from_exits(self, tokens: "ScoredTokens") -> torch.Tensor:
         """Return [depths, 3, tokens] from a pass for each depth, in which every token stops at its exit."""
-        kept, places = tokens.places.unique(return_inverse=True)
+        kept = tokens.places.unique()  # in ascending order
         of_depths = []
         for depth in self.depths:
             outputs = self.model(
@@ -460,10 +460,15 @@ class LoopedLM(HFLM):
                 logits_to_keep=kept,
                 use_cache=False,
             )
-            logits = outputs.logits[tokens.rows, places]  # [tokens, vocabulary]
-            misses, loops = logits.argmax(-1) != tokens.targets, outputs.token_loops[tokens.rows, tokens.places]
-            of_depths.append(torch.stack([self._log_p(logits, tokens.targets).double(), misses, loops]))
+            parts = [self._read_exits(outputs, kept, part) for part in tokens.split(TOKENS_READ)]
+            of_depths.append(torch.cat(parts, dim=1))
         return torch.stack(of_depths)
+
+    def _read_exits(self, outputs, kept: torch.Tensor, tokens: "ScoredTokens") -> torch.Tensor:
+        """Return [3, tokens]. kept: the positions of `outputs.logits`."""
+        logits = outputs.logits[tokens.rows, torch.searchsorted(kept, tokens.places)]  # [tokens, vocabulary]
+        misses, loops = logits.argmax(-1) != tokens.targets, outputs.token_loops[tokens.rows, tokens.places]
+        return torch.stack([self._log_p(logits, tokens.targets).double(), misses, loops])
 
     def _log_p(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Return log-probabilities, in float32 at least, as in the cross-entropy, unless `softmax_dtype` is given."""
