@@ -212,6 +212,15 @@ def test_entropy_and_margin():
     assert readout_probes.entropy_and_margin(torch.tensor([[1.0, 5.0, 2.5]]))[1] == 2.5
 
 
+def test_entropy_is_computed_for_a_few_tokens_at_a_time(monkeypatch):
+    logits, sizes, entropy_of = torch.randn(3, 5, 7), [], readout_probes.entropy_of
+    whole = readout_probes.entropy_and_margin(logits)
+    monkeypatch.setattr(readout_probes, "TOKENS_READ", 4)
+    monkeypatch.setattr(readout_probes, "entropy_of", lambda part: sizes.append(len(part)) or entropy_of(part))
+    assert readout_probes.entropy_and_margin(logits) == whole
+    assert sizes == [4, 4, 4, 3]
+
+
 def test_scale_sweep_is_flat_for_a_normed_readout_only():
     raw, normed = tiny_model(readout_norm="none").double(), tiny_model(rms_norm_eps=1e-12).double()
     alphas = [0.5, 1.0, 3.0]
@@ -321,6 +330,13 @@ def test_future_signal_is_that_of_scaled_states(preset):
     assert result["largest_future"] == max(size for sizes in result["size"] for size in sizes[1:]) > 1e-3
     if preset == "readout_per_loop_rmsnorm":
         assert result["largest_immediate"] < 1e-3 * result["largest_future"]
+
+
+def test_future_signal_holds_the_logits_of_one_loop(monkeypatch):
+    model = tiny_model(num_loops=5)
+    alive = logits_alive(monkeypatch, model)
+    readout_probes.future_signal(model, BATCH)
+    assert alive == [1] * 5
 
 
 def test_future_signal_falls_with_the_scale():

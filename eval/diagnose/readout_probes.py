@@ -21,13 +21,17 @@ from modeling_looped.exit_criteria import entropy_of, logit_margin
 
 
 SETTLED = 10  # table 12 averages from this loop on
+TOKENS_READ = 256  # whose logits are in memory in float64 at a time
 
 
 def entropy_and_margin(logits: torch.Tensor) -> tuple[float, float]:
     """Return the entropy of the predicted distribution and the top logit minus the second, averaged over tokens."""
-    logits = logits.double()
-    margin, _ = logit_margin(logits, {})
-    return entropy_of(logits).mean().item(), margin.mean().item()
+    entropies, margins = [], []
+    for part in logits.flatten(0, -2).split(TOKENS_READ):
+        exact = part.double()
+        entropies.append(entropy_of(exact))
+        margins.append(logit_margin(exact, {})[0])
+    return torch.cat(entropies).mean().item(), torch.cat(margins).mean().item()
 
 
 def radial_gradient(model, batch: dict, *, num_loops: int | None = None) -> dict:
@@ -259,18 +263,19 @@ def future_signal(model, batch: dict, *, num_loops: int | None = None, horizon: 
         factors.append(torch.zeros(state.shape[:-1], dtype=state.dtype, device=state.device, requires_grad=True))
         return state * factors[-1].exp()[..., None]
 
+    how = {"num_loops": depth, "output_loop_readout_states": True, "output_logits": False, "use_cache": False}
     with evaluating(model), rewritten_states(model, grow), torch.enable_grad():
-        every_loop = model(**inputs_of(batch), num_loops=depth, output_loop_logits=True, use_cache=False).loop_logits
+        states = model(**inputs_of(batch), **how).loop_readout_states
+
+    def loss_after(loop: int) -> torch.Tensor:  # the logits of one loop at a time
+        with evaluating(model), torch.enable_grad():
+            return losses_of_targets(model.logits_after_loop(states[loop], loop), batch).mean()
+
     result = {"loop": list(range(1, depth + 1)), "scale": scale}
-    result |= {
-        "signal": [[] for _ in every_loop],
-        "size": [[] for _ in every_loop],
-        "constant": [[] for _ in every_loop],
-    }
-    for last, logits in enumerate(every_loop):
-        loss = losses_of_targets(logits, batch).mean()
+    result |= {name: [[] for _ in states] for name in ("signal", "size", "constant")}
+    for last in range(depth):
         first = 0 if horizon is None else max(0, last - horizon)
-        gradients = torch.autograd.grad(loss, factors[first : last + 1], retain_graph=True)
+        gradients = torch.autograd.grad(loss_after(last), factors[first : last + 1], retain_graph=True)
         for k, gradient in enumerate(gradients, start=first):
             size = gradient.double().abs().sum().item()
             result["signal"][k].append(gradient.double().sum().item())
