@@ -219,6 +219,7 @@ class RepeatedProduct:
         return (
             is_same
             and x.dtype == self.weight.dtype == self.dtype
+            and not torch.is_autocast_enabled("cpu")  # which may multiply in another dtype
             and is_plain_linear(self.layer)
             and not may_be_transformed()
         )

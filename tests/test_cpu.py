@@ -123,6 +123,16 @@ def test_ordered_weights_multiply_as_the_layer_does(shape, bias, dtype, orders_f
         assert error(found, exact) < max(1.1 * error(usual, exact), rounding)
 
 
+def test_under_autocast_products_keep_its_precision(orders_fp32, monkeypatch):
+    blind = torch.autocast("cpu", enabled=False)(OPERATORS["_linear_pointwise"])  # of autocast, as oneDNN
+    stand_in(monkeypatch, **OPERATORS | {"_linear_pointwise": blind})
+    layer, x = Linear(64, 64), torch.randn(2, 64)
+    with torch.autocast("cpu", torch.bfloat16):
+        found, kept = read_often(layer, x)
+        assert found.dtype == torch.bfloat16 and torch.equal(found, layer(x))
+    assert kept is None
+
+
 @pytest.mark.parametrize(
     ("maker", "is_ordered"), [("AMD", True), ("Intel", False), ("", False)], ids=["AMD", "Intel", "others"]
 )
