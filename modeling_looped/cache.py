@@ -229,21 +229,14 @@ class LoopedCache(DynamicCache):
                 cache.update(keys, values, slot)
         for first_slot in range(len(self.buffers)):
             self.point_slots_at_buffer(first_slot, length)
-        for held in self.layers if self.is_int8 else ():
-            if type(held) is PreallocatedLayer and held.is_initialized:  # back to the model's dtype
-                held.keys, held.values, held.buffers = self.as_read(held.keys), self.as_read(held.values), ()
         self.leave_buffers()
 
     def leave_buffers(self):
-        """Drop the references to the buffers; only layers that are views of them keep their memory."""
+        """Drop the buffers. Layers that are views of them keep their memory, but int8 returns to the model's dtype."""
+        for held in self.layers:
+            if type(held) is PreallocatedLayer and held.is_initialized and held.keys.dtype == torch.int8:
+                held.keys, held.values, held.buffers = self.as_read(held.keys), self.as_read(held.values), ()
         self.buffers, self.one_row = [], {}
-
-    def reset(self):
-        super().reset()
-        self.leave_buffers()
-
-    def release(self):
-        """Do nothing, since this cache shares no memory. `PagedRows` gives its pages back here."""
 
     def leave_in_deeper_loops(self, rows: list[int], loops: list[int], places: list[int]):
         """Copy each token's last keys and values to the slots of deeper loops, which it did not run. One entry of

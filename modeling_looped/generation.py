@@ -309,8 +309,12 @@ class LoopedGenerationMixin(Generative):
             engine = make_engine()  # runs the prompt
             if engine.num_rows > 1 and (part := engine.selector.batchwise_part):
                 logger.warning_once(f"With {part} the rows of a batch wait for the one that runs deepest.")
-            with kernels_of_single_queries(self.device):
-                return decode(engine)
+            try:
+                with kernels_of_single_queries(self.device):
+                    return decode(engine)
+            except BaseException:  # also if a client has disconnected
+                engine.release()
+                raise
 
     def _beam_search(self, *arguments, **model_kwargs):
         return self._by_passes(super()._beam_search, "beam search", *arguments, **model_kwargs)

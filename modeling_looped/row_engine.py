@@ -202,7 +202,7 @@ class RowEngine:
         try:
             self.selector.emit(list(range(self.num_rows)), logits, self.depths_of_prompts)
         except BaseException:  # also if a client has disconnected
-            self.cache.release()
+            self.release()
             raise
 
     def hold(self, pages: Pages | None) -> LoopedCache | PagedRows:
@@ -220,6 +220,13 @@ class RowEngine:
         cache.is_int8 = self.options.is_int8  # an earlier call may have set it otherwise
         cache.fill_buffers(self.given_cache, self.config.max_length, self.prompt_length)
         return cache
+
+    def release(self):
+        """Give pages back to the pool, and leave the caller's cache readable, also where decoding failed."""
+        if self.decodes_in_pages:
+            self.cache.release()
+        elif self.config.cache_is_given:
+            self.cache.leave_buffers()
 
     @property
     def copies_past(self) -> bool:

@@ -160,12 +160,12 @@ class SharedPasses:
 
     def remove(self, decoder: ContinuousDecoder):
         num_rows = decoder.engine.num_rows
-        decoder.engine.cache.release()
         self.table.remove(decoder.first_row, num_rows)
         for later in self.decoders[self.decoders.index(decoder) + 1 :]:
             later.first_row -= num_rows
         self.decoders.remove(decoder)
         decoder.error = None  # its frames would keep the decoder and its cache until garbage is collected
+        decoder.engine.release()
 
     def tick(self):
         self.ticks += 1

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import DynamicCache
+from transformers.generation import BaseStreamer
 
-from modeling_looped import LoopedCache
+from modeling_looped import LoopedCache, SharedPasses
 from modeling_looped.int8_cache import attend_to_int8, from_int8, sizes_of, steps_of, to_int8
 
 from .helpers import random_ids, tiny_model
@@ -171,3 +172,39 @@ def test_each_turn_says_how_tokens_are_kept():
 def test_what_is_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         greedy(model_of("grouped"), random_ids(1, 4), **{"cache_dtype": "int8", **arguments})
+
+
+class Gone(RuntimeError):
+    pass
+
+
+class Leaves(BaseStreamer):
+    """A reader who goes away after a few tokens."""
+
+    def __init__(self, tokens: int):
+        self.left = tokens
+
+    def put(self, value):
+        self.left -= 1
+        if self.left < 0:
+            raise Gone
+
+    def end(self):
+        pass
+
+
+@pytest.mark.parametrize("arguments", [{}, {"exit_criterion": "latent_diff"}, {"draft_loops": 1}], ids=str)
+@pytest.mark.parametrize("is_shared", [False, True])
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_a_cache_can_be_read_after_a_call_that_failed(tokens, is_shared, arguments):
+    model, ids = model_of("grouped"), random_ids(2, 5)
+    cache, exact = LoopedCache(model.config), LoopedCache(model.config)
+    model(ids, cache=exact)
+    with SharedPasses(model) as passes, pytest.raises(Gone):
+        run = passes.generate if is_shared else model.generate
+        run(ids, cache=cache, cache_dtype="int8", streamer=Leaves(tokens), max_new_tokens=NEW, **arguments)
+    assert cache.get_seq_length() == 5 and not cache.buffers
+    for layer in exact.layers:
+        layer.keys, layer.values = (from_int8(to_int8(x), torch.float64) for x in (layer.keys, layer.values))
+    last = random_ids(2, 1)
+    torch.testing.assert_close(model(last, cache=cache).logits, model(last, cache=exact).logits)
