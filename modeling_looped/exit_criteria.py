@@ -88,7 +88,8 @@ def minp_kl(logits: torch.Tensor, memory: Memory) -> Score:
 def latent_diff(state: torch.Tensor, memory: Memory) -> Score:
     now = at_least_fp32(state)
     change = vector_norm(now - remembered(memory, "last_state"), dim=-1)
-    return change / vector_norm(now, dim=-1), {"last_state": now}
+    # padding may have states of 0, for which 0 / 0 would never be below a threshold
+    return torch.where(change == 0, 0.0, change / vector_norm(now, dim=-1)), {"last_state": now}
 
 
 def cosine(state: torch.Tensor, memory: Memory) -> Score:
@@ -97,6 +98,7 @@ def cosine(state: torch.Tensor, memory: Memory) -> Score:
     past = past if torch.is_tensor(past) else torch.full_like(now, past)
     norms = vector_norm(now, dim=-1) * vector_norm(past, dim=-1)
     score = (1 - (now * past).sum(-1) / norms).clamp(min=0)
+    score = torch.where((now == past).all(-1), 0.0, score)  # also of states of 0, as in `latent_diff`
     return torch.where(norms.isfinite(), score, math.inf), {"last_state": now}
 
 

@@ -112,6 +112,26 @@ def test_closed_forms():
     assert score.item() == pytest.approx(1 - 0.5 * 0.25)
 
 
+@pytest.mark.parametrize("name", ["latent_diff", "cosine"])
+def test_a_state_that_stays_zero_has_settled(name):
+    """That of padding whose embedding is 0."""
+    zero, other = torch.zeros(3), torch.tensor([1.0, 0.0, -1.0])
+    readings = [Reading(state=torch.stack(states)) for states in [(zero, other), (zero, other)]]
+    assert scores(name, readings).tolist() == [[math.inf, math.inf], [0.0, pytest.approx(0.0, abs=1e-6)]]
+
+
+@pytest.mark.parametrize("name", ["latent_diff", "cosine"])
+def test_padding_loops_no_longer_than_tokens(name):
+    model, ids = tiny_model(pad_token_id=0, num_loops=4), random_ids(2, 5)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[0] = 0  # as in a new model
+    ids[0, :2] = 0
+    runs = []
+    model.model.core[0].register_forward_hook(lambda *_: runs.append(1))
+    out = model(ids, attention_mask=(ids != 0).long(), exit_rule=ExitRule(name, math.inf, min_loops=2))
+    assert len(runs) == 2 and (out.token_loops == 2).all()
+
+
 @over_criteria
 def test_scores_are_the_formulas(name):
     readings = random_readings(tokens=6)
