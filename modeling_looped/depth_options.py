@@ -234,8 +234,8 @@ DEPTH_FIELDS = {field.name: field.default for field in fields(DepthOptions)}
 
 
 def set_fields(generation_config) -> dict:
-    """Return the depth fields of a generation config that are not None."""
-    values = {name: getattr(generation_config, name, None) for name in DEPTH_FIELDS}
+    """Return the depth fields of a generation config that are not None, numpy's numbers as Python's."""
+    values = {name: numpy_as_python(getattr(generation_config, name, None)) for name in DEPTH_FIELDS}
     return {name: value for name, value in values.items() if value is not None}
 
 

@@ -592,6 +592,9 @@ def test_numbers_of_numpy():
     numpy = {name: np.float32(value) if value == 0.5 else np.int64(value) for name, value in fields.items()}
     out = generate(model, ids, rule, attention_mask=mask, num_loops=np.array([4, 2, 3]), **numpy)
     assert found(out) == found(expected)
+    in_config = GenerationConfig(num_loops=np.array([4, 2, 3]), exit_criterion="max_prob", **numpy)
+    arguments = {"attention_mask": mask, "do_sample": False, "max_new_tokens": NEW}
+    assert torch.equal(model.generate(ids, in_config, **arguments), out.sequences)
     drafted = {"draft_loops": np.int64(1), "draft_tokens": np.int64(2), "num_loops": np.int64(3)}
     assert torch.equal(model.generate(ids, **drafted), model.generate(ids, num_loops=3))
 
