@@ -60,12 +60,12 @@ def fast_paths(enabled: bool):
         _is_on = before
 
 
-def operator(namespace: str, name: str):
-    """Return an operator of torch.ops; torch does not promise to keep it."""
+def onednn_operator(name: str):
+    """Return an operator of torch.ops.mkldnn; torch does not promise to keep it."""
     try:
-        return getattr(getattr(torch.ops, namespace), name)
+        return getattr(torch.ops.mkldnn, name)
     except AttributeError as error:
-        raise NotImplementedError(f"torch {torch.__version__} has no operator {namespace}.{name}") from error
+        raise NotImplementedError(f"torch {torch.__version__} has no operator mkldnn.{name}") from error
 
 
 # the layers whose products this generation may compute in its own way; None outside of generations
@@ -194,7 +194,7 @@ def can_be_ordered(weight: torch.Tensor) -> bool:
     if is_fp32:
         return maker() == "AMD"
     try:
-        return operator("mkldnn", "_is_mkldnn_bf16_supported")()
+        return onednn_operator("_is_mkldnn_bf16_supported")()
     except NotImplementedError:
         return False
 
@@ -254,11 +254,11 @@ def content_of(weight: torch.Tensor) -> tuple:
 
 def order(weight: torch.Tensor) -> torch.Tensor:
     """Return the same weights in the order in which oneDNN reads them for few rows."""
-    return operator("mkldnn", "_reorder_linear_weight")(weight.detach(), FEW_ROWS)
+    return onednn_operator("_reorder_linear_weight")(weight.detach(), FEW_ROWS)
 
 
 def multiply_with_ordered(weight: torch.Tensor, bias: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
-    return operator("mkldnn", "_linear_pointwise")(x, weight, bias, "none", [], "")
+    return onednn_operator("_linear_pointwise")(x, weight, bias, "none", [], "")
 
 
 def is_slow_single_query(queries: torch.Tensor) -> bool:
