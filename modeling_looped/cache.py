@@ -41,9 +41,9 @@ def sharing_of(cache) -> str:
     return getattr(cache, "sharing", "none")
 
 
-def index_of_loop(loop: int, num_stored: int) -> int:
-    """Return the index at which a layer with `num_stored` loops stores this loop. Prelude and coda store one, for all
-    loops; with S shared slots, loop t has slot t mod S; else each loop has a separate slot."""
+def index_of_loop(loop: Any, num_stored: int) -> Any:
+    """Return the index at which a layer with `num_stored` loops stores this loop, a number or a tensor. Prelude and
+    coda store one, for all loops; with S shared slots, loop t has slot t mod S; else each loop has its own."""
     return loop % num_stored
 
 

@@ -93,13 +93,13 @@ class StaticView:
     def row_attention(self, queries, keys, values, slot: int, scaling: float) -> torch.Tensor:
         buffer, window = self.cache.buffers[slot], self.cache.windows[slot]
         new = torch.cat([keys, values], dim=2)
-        if isinstance(self.loops, int):
-            of_loop = buffer[:, index_of_loop(self.loops, buffer.shape[1])]
+        loops = index_of_loop(self.loops, buffer.shape[1])
+        if isinstance(loops, int):
+            of_loop = buffer[:, loops]
             of_loop[self.every_row, :, :, self.places] = new
             seen = of_loop[..., : self.length, :]
             seen = seen if self.rows is None else seen[self.rows]
         else:
-            loops = self.loops % buffer.shape[1]  # as `index_of_loop`
             buffer[self.every_row, loops, :, :, self.places] = new
             seen = buffer[..., : self.length, :][self.every_row, loops]
         if window not in self.masks_by_window:
