@@ -112,6 +112,10 @@ class PassContext:
         def has_rows(option) -> bool:
             return isinstance(option, torch.Tensor) and option.shape[:1] == (self.num_rows,)
 
+        # contexts of the first rows share one dict, so that all contexts of the pass see what a block writes to it
+        kept = self.kept
+        if not isinstance(rows, slice):
+            kept = {slot: tuple(states[rows] for states in pair) for slot, pair in kept.items()}
         return replace(
             self,
             num_rows=count,
@@ -122,10 +126,7 @@ class PassContext:
             },
             value_embeddings={layer: select(values) for layer, values in self.value_embeddings.items()},
             options={name: select(value) if has_rows(value) else value for name, value in self.options.items()},
-            # contexts of the first rows share one dict, so that all contexts of the pass see what a block writes to it
-            kept=self.kept
-            if isinstance(rows, slice)
-            else {i: tuple(x[rows] for x in k) for i, k in self.kept.items()},
+            kept=kept,
         )
 
 
