@@ -109,9 +109,8 @@ class Pipeline:
             logits = self.tokens(reads).read_logits([self.flight[i].loops for i in reads], state[reads])[:, -1]
             self.verify(reads, logits)
             self.propose(reads, logits)
-        elif (
-            state.device.type == "cuda"
-        ):  # nothing was read back: wait here, so that the time of this pass is measured
+        elif state.device.type == "cuda":
+            # nothing was read back: wait here, so that the time of this pass is measured
             torch.cuda.current_stream(state.device).synchronize()
         work = len(everything) + round(len(reads) * self.planner.readout_cost)
         self.planner.add_passes(passes, work, perf_counter() - start, self.verified - verified)
