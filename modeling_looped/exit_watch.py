@@ -103,6 +103,24 @@ def forward_with_exits(
     if not isinstance(rule, ExitRule):
         example = "modeling_looped.ExitRule('max_prob', 0.9)"
         raise TypeError(f"exit_rule={rule!r}: make one of {', '.join(CRITERIA)}, as {example}")
+    refuse_other_passes(model, rule)
+    given = inputs["input_ids"] if inputs["input_ids"] is not None else inputs["inputs_embeds"]
+    keep = kept_positions(logits_to_keep) if output_logits else None
+    of_rows, rule = depth_per_row(depths, len(given)), rule.checked(model.config, deepest(depths))
+    if rule.selection == "weighted":
+        token_loops = on_device(of_rows, given.device)[:, None].expand(given.shape[:2])
+        return weighted_over_all(model, inputs, token_loops, logits_to_keep, output_logits, options)
+    if rule.selection == "after":
+        return chosen_after(model, rule, inputs, of_rows, keep, options)
+    inputs = {**inputs, "num_loops": deepest(depths)}
+    watched = model, rule, of_rows, given.shape[1], given.device
+    if rule.per_sequence:
+        return with_exits_of_sequences(model, SequenceExits(*watched), inputs, keep, options)
+    return with_exits_of_tokens(model, TokenExits(*watched), inputs, depths, keep, options)
+
+
+def refuse_other_passes(model, rule: ExitRule):
+    """Refuse models whose passes would not be those that run here."""
     # the trunk's `loop` is not called where tokens stop, and no `forward` is called just once in every way below
     of_trunk = ("forward", "loop") if rule.selection == "stop" else ("forward",)
     has_own_passes = is_as_written(model, "forward") and is_as_written(model.model, *of_trunk)
@@ -112,46 +130,43 @@ def forward_with_exits(
             f"a {' or '.join(of_trunk)} that is not the model's own": not has_own_passes,
         }
     )
-    given = inputs["input_ids"] if inputs["input_ids"] is not None else inputs["inputs_embeds"]
-    keep, of_rows = kept_positions(logits_to_keep), depth_per_row(depths, len(given))
-    rule = rule.checked(model.config, deepest(depths))
-    if rule.selection == "weighted":
-        token_loops = on_device(of_rows, given.device)[:, None].expand(given.shape[:2])
-        return weighted_over_all(model, inputs, token_loops, logits_to_keep, output_logits, options)
-    if rule.selection == "after":
-        return chosen_after(model, rule, inputs, of_rows, keep if output_logits else None, options)
-    inputs = {**inputs, "num_loops": deepest(depths)}
-    trunk = uncompiled(model.model)  # since what runs depends on the data
-    if rule.per_sequence:
-        mask = inputs["attention_mask"]  # tokenizers return one even without padding
-        hides = mask is not None and not (torch.is_tensor(mask) and mask.ndim == 2 and bool(mask.all()))
-        refuse_with_exits({"cache": inputs["cache"], "an attention_mask with padding": hides, **options})
-        watch = SequenceExits(model, rule, of_rows, given.shape[1], given.device)
-        states = trunk(**{**inputs, "use_cache": False}, exit_watch=watch).last_hidden_state
-        logits = None
-        if output_logits:
-            logits = model.logits(states[:, keep]) if watch.final_logits is None else watch.final_logits[:, keep]
-        return LoopedCausalLMOutputWithPast(logits=logits, token_loops=watch.token_loops)
 
+
+def with_exits_of_sequences(model, watch: SequenceExits, inputs: dict, keep, options: dict):
+    """Run the trunk so that each sequence stops at its own loop. keep: positions whose logits are returned, None for
+    no logits."""
+    mask = inputs["attention_mask"]  # tokenizers return one even without padding
+    hides = mask is not None and not (torch.is_tensor(mask) and mask.ndim == 2 and bool(mask.all()))
+    refuse_with_exits({"cache": inputs["cache"], "an attention_mask with padding": hides, **options})
+    trunk = uncompiled(model.model)  # since what runs depends on the data
+    states = trunk(**{**inputs, "use_cache": False}, exit_watch=watch).last_hidden_state
+    logits = None
+    if keep is not None:
+        logits = model.logits(states[:, keep]) if watch.final_logits is None else watch.final_logits[:, keep]
+    return LoopedCausalLMOutputWithPast(logits=logits, token_loops=watch.token_loops)
+
+
+def with_exits_of_tokens(model, watch: TokenExits, inputs: dict, depths: int | list[int], keep, options: dict):
+    """Run the causal LM so that each token stops at its own loop. keep: as for sequences."""
     if model.training and torch.is_grad_enabled() and model.model.computes_again:
         raise ValueError(
             "exit_rule keeps in a cache what tokens leave at their exits, and gradient checkpointing goes without a "
             "cache: turn it off, or call the model under torch.no_grad()"
         )
+    rule, length = watch.rule, watch.token_loops.shape[1]
     cache, returns_cache = inputs["cache"], inputs["cache"] is not None or inputs["use_cache"] is not False
     if len(model.model.coda) and rule.criterion.needs == "logits":  # the coda overwrites its slots at each check
         refuse_with_exits({f"a {type(cache).__name__}": is_fixed(cache)})
-        if given.shape[1] > 1:  # a token's check reads what earlier tokens left in the coda at their exits
+        if length > 1:  # a token's check reads what earlier tokens left in the coda at their exits
             finds_documents = cache is None and inputs["attention_mask"] is None
             packed = {"position_ids of packed documents": finds_documents and restarts(inputs["position_ids"])}
             refuse_with_exits(recorded(model.config, options) | packed)
             inputs["cache"] = DynamicCache(config=model.config) if cache is None else cache
-            arguments = {"num_loops": depths, "exit_rule": rule, "output_logits": output_logits, **options}
-            return token_by_token(model, inputs, given.shape[1], keep, returns_cache, arguments)
+            arguments = {"num_loops": depths, "exit_rule": rule, "output_logits": keep is not None, **options}
+            return token_by_token(model, inputs, length, keep, returns_cache, arguments)
 
-    watch = TokenExits(model, rule, of_rows, given.shape[1], given.device)
-    outputs = trunk(**inputs, exit_watch=watch, **options)
-    logits = model.logits(outputs.last_hidden_state[:, keep]) if output_logits else None
+    outputs = uncompiled(model.model)(**inputs, exit_watch=watch, **options)
+    logits = None if keep is None else model.logits(outputs.last_hidden_state[:, keep])
     return output_with_exits(outputs, logits, watch.token_loops, outputs.cache if returns_cache else None)
 
 
@@ -224,9 +239,7 @@ def token_by_token(model, inputs: dict, length: int, keep, returns_cache: bool, 
         mask = None if attention_mask is None else attention_mask[:, : past + i + 1]
         outputs.append(model(**pieces, attention_mask=mask, cache=cache, **arguments))
     return LoopedCausalLMOutputWithPast(
-        logits=torch.cat([output.logits for output in outputs], dim=1)[:, keep]
-        if arguments["output_logits"]
-        else None,
+        logits=None if keep is None else torch.cat([output.logits for output in outputs], dim=1)[:, keep],
         token_loops=torch.cat([output.token_loops for output in outputs], dim=1),
         **named_cache(cache if returns_cache else None),
     )
