@@ -76,35 +76,7 @@ class OwnLoss:
 
     def compute_loss(self, model, inputs, return_outputs: bool = False, num_items_in_batch=None):
         assert isinstance(self, Trainer)  # this class is mixed into one
-        if self.label_smoother is not None:
-            raise ValueError(
-                f"label_smoothing_factor={self.args.label_smoothing_factor} smooths the last loop's logits and would "
-                "replace the model's own loss: set it to 0"
-            )
-        if self.args.use_liger_kernel:
-            raise ValueError(
-                "use_liger_kernel=True replaces layers of the families that Liger knows, which looped models are not: "
-                "leave it out"
-            )
-        loss_type = getattr(self.args, "loss_type", "nll")
-        others = [cls.__name__ for cls in type(self).__mro__ if has_loss_of_trl(cls) and cls.__name__ != "SFTTrainer"]
-        if loss_type != "nll" and "SFTConfig" not in [cls.__name__ for cls in type(self.args).__mro__]:
-            others.append(type(self).__name__)
-        if others:
-            raise ValueError(
-                f"OwnLoss is for a Trainer and for TRL's SFTTrainer; {others[0]} computes a loss of its "
-                "own: take it as it is"
-            )
-        if loss_type != "nll":
-            raise ValueError(
-                f"loss_type={loss_type!r} would be replaced by the model's own loss: leave it out, or take the "
-                "trainer without OwnLoss"
-            )
-        if self.compute_loss_func is not None:
-            raise ValueError(
-                "compute_loss_func would replace the model's own loss: leave it out, or take the trainer without "
-                "OwnLoss"
-            )
+        refuse_other_losses(self)
         inputs = {**inputs, "use_cache": False}
         if self.depths is not None and model.training:
             inputs |= self._drawn(model, inputs)
@@ -157,6 +129,38 @@ class OwnLoss:
                 "or fsdp_auto_wrap_policy NO_WRAP"
             )
         return self.depths.of_step(plain, self.args.seed, step, rows, given.shape[1], given.device)
+
+
+def refuse_other_losses(trainer: Trainer):
+    """Refuse settings, and trainers, by which another loss than the model's own would be trained."""
+    if trainer.label_smoother is not None:
+        raise ValueError(
+            f"label_smoothing_factor={trainer.args.label_smoothing_factor} smooths the last loop's logits and would "
+            "replace the model's own loss: set it to 0"
+        )
+    if trainer.args.use_liger_kernel:
+        raise ValueError(
+            "use_liger_kernel=True replaces layers of the families that Liger knows, which looped models are not: "
+            "leave it out"
+        )
+    loss_type = getattr(trainer.args, "loss_type", "nll")
+    others = [cls.__name__ for cls in type(trainer).__mro__ if has_loss_of_trl(cls) and cls.__name__ != "SFTTrainer"]
+    if loss_type != "nll" and "SFTConfig" not in [cls.__name__ for cls in type(trainer.args).__mro__]:
+        others.append(type(trainer).__name__)
+    if others:
+        raise ValueError(
+            f"OwnLoss is for a Trainer and for TRL's SFTTrainer; {others[0]} computes a loss of its "
+            "own: take it as it is"
+        )
+    if loss_type != "nll":
+        raise ValueError(
+            f"loss_type={loss_type!r} would be replaced by the model's own loss: leave it out, or take the "
+            "trainer without OwnLoss"
+        )
+    if trainer.compute_loss_func is not None:
+        raise ValueError(
+            "compute_loss_func would replace the model's own loss: leave it out, or take the trainer without OwnLoss"
+        )
 
 
 def gathers_in_loops(accelerator) -> bool:
