@@ -124,6 +124,29 @@ def detached(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return [tensor.detach() for tensor in tensors]
 
 
+def losses_by_kernel(kernel: Callable, states, positions, labels, weights, compared) -> torch.Tensor:
+    """Return the CE_ki [loops, tokens] that the kernel of another library computes, 0 where no token is compared."""
+    losses = []
+    for k, state in enumerate(states):
+        tokens = torch.arange(len(labels), device=labels.device) if compared is None else compared[k]
+        of_loop = kernel(state.flatten(0, 1)[positions[tokens]], k, labels[tokens]).to(weights.dtype)
+        losses.append(torch.zeros_like(weights[k]).index_copy(0, tokens, of_loop))
+    return torch.stack(losses)
+
+
+def losses_by_autograd(decode: Callable, states, positions, labels) -> torch.Tensor:
+    """Return the CE_ki [loops, tokens], whose gradients autograd computes, loop by loop."""
+
+    def losses_of_loop(state, k):
+        logits = at_least_fp32(decode(state.flatten(0, 1)[positions.to(state.device)], k))
+        logits = logits.to(labels.device)  # the head may lie on another device
+        return F.cross_entropy(logits, labels, reduction="none", ignore_index=IGNORE_INDEX)
+
+    if not is_traced():  # a compiler decides itself what to keep; torch.func has no checkpoints
+        losses_of_loop = partial(checkpoint, losses_of_loop, use_reentrant=False)
+    return torch.stack([losses_of_loop(state, k) for k, state in enumerate(states)])
+
+
 def weighted_cross_entropy(
     head: Head,
     states: list[torch.Tensor],  # per loop [batch, length, d]
@@ -136,23 +159,10 @@ def weighted_cross_entropy(
     """Return sum w_ki CE_ki with gradients, and the CE_ki [loops, tokens] without."""
     decode, parameters, kernel, cross_entropy = head
     if kernel is not None:
-        losses = []
-        for k, state in enumerate(states):
-            tokens = torch.arange(len(labels), device=labels.device) if compared is None else compared[k]
-            of_loop = kernel(state.flatten(0, 1)[positions[tokens]], k, labels[tokens]).to(weights.dtype)
-            losses.append(torch.zeros_like(weights[k]).index_copy(0, tokens, of_loop))
-        losses = torch.stack(losses)
+        losses = losses_by_kernel(kernel, states, positions, labels, weights, compared)
         return (losses * weights).sum(), losses.detach()
     if parameters is None or is_traced():
-
-        def traceable(state, k):
-            logits = at_least_fp32(decode(state.flatten(0, 1)[positions.to(state.device)], k))
-            logits = logits.to(labels.device)  # the head may lie on another device
-            return F.cross_entropy(logits, labels, reduction="none", ignore_index=IGNORE_INDEX)
-
-        if not is_traced():  # a compiler decides itself what to keep; torch.func has no checkpoints
-            traceable = partial(checkpoint, traceable, use_reentrant=False)
-        losses = torch.stack([traceable(state, k) for k, state in enumerate(states)])
+        losses = losses_by_autograd(decode, states, positions, labels)
         return (losses * weights).sum(), losses.detach()
     if not torch.is_grad_enabled():  # torch.autograd.Function does not see no_grad
         states, parameters = detached(states), detached(parameters)
