@@ -292,46 +292,22 @@ def generate_together(model, inputs, generation_config, fields: dict, max_rows: 
     from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
     kwargs.pop("warmup", None)  # records graphs of transformers' batching
-    if others := [name for name in ONLY_IN_TRANSFORMERS if kwargs.pop(name, None) not in (None, False)]:
-        asked = listed({**set_fields(generation_config or model.generation_config), **fields})
-        raise ValueError(
-            f"{', '.join(others)}: leave out, since rows of different depths are batched otherwise; "
-            f"or leave out {asked}"
-        )
-    of_pass = signature(model.forward).parameters.keys() - GENERATION_FIELDS
-    if inputs_of_pass := [name for name in kwargs if name in of_pass and kwargs[name] is not None]:
-        raise ValueError(f"{', '.join(inputs_of_pass)}: leave out, since generate_batch makes each prompt's inputs")
-    settings_of_all = {**(generation_config or model.generation_config).to_dict(), **kwargs}
-    count = settings_of_all.get("num_return_sequences") or 1
-    if count > 1:
-        raise ValueError(f"num_return_sequences={count}: batches give one answer to each prompt, so pass it so often")
-    fields = {name: as_python(value) for name, value in fields.items()}
-    lists = {name: list(value) for name, value in fields.items() if isinstance(value, (list, tuple))}
-    for name, values in lists.items():
-        reason = f"{name} has {len(values)} values for {len(inputs)} prompts: pass one value, or one per prompt"
-        if len(values) != len(inputs):
-            raise ValueError(reason)
-        reason = f"{name}={reprlib.repr(values)} holds lists: pass one value, or one per prompt"
-        if any(isinstance(value, (list, tuple)) for value in values):
-            raise ValueError(reason)
-
-    def fields_of(i: int) -> dict:
-        return {**fields, **{name: values[i] for name, values in lists.items()}}
-
+    config = generation_config or model.generation_config
+    refuse_for_batches(model, config, fields, kwargs)
+    kwargs = {name: value for name, value in kwargs.items() if name not in ONLY_IN_TRANSFORMERS}
+    fields_of_prompts = split_by_prompt(fields, len(inputs))
     # invalid fields are an error of the call, not of every prompt
-    for of_prompt in {tuple(fields_of(i).items()) for i in range(len(inputs))}:
+    for of_prompt in {tuple(each.items()) for each in fields_of_prompts}:
         options, asked = DepthOptions.merged(model.generation_config, generation_config, dict(of_prompt))
         options.exit_rule(model.config)
         options.check(model.config, asked)
 
     first_error: list[Exception] = []
-
     device = "cpu" if model.device.type == "meta" else model.device  # "meta" where the embedding is offloaded
 
     def generate(i: int) -> GenerationOutput:
-        of_prompt = fields_of(i)
         prompt = torch.tensor([inputs[i]], device=device)
-        settings: dict[str, Any] = {"attention_mask": torch.ones_like(prompt), **kwargs, **of_prompt}
+        settings: dict[str, Any] = {"attention_mask": torch.ones_like(prompt), **kwargs, **fields_of_prompts[i]}
         settings["return_dict_in_generate"] = True
         output = GenerationOutput(f"req_{i}", prompt_ids=list(inputs[i]))
         vars(output)["token_loops"] = []
@@ -353,3 +329,33 @@ def generate_together(model, inputs, generation_config, fields: dict, max_rows: 
     if first_error and len({output.error for output in outputs.values()}) == 1:  # the call's, not a prompt's
         raise first_error[0]
     return outputs
+
+
+def refuse_for_batches(model, generation_config, fields: dict, kwargs: dict):
+    """Refuse arguments of `generate_batch` that do not go with these depth fields, or with single prompts."""
+    if others := [name for name in ONLY_IN_TRANSFORMERS if kwargs.get(name) not in (None, False)]:
+        asked = listed({**set_fields(generation_config), **fields})
+        raise ValueError(
+            f"{', '.join(others)}: leave out, since rows of different depths are batched otherwise; "
+            f"or leave out {asked}"
+        )
+    of_pass = signature(model.forward).parameters.keys() - GENERATION_FIELDS
+    if inputs_of_pass := [name for name in kwargs if name in of_pass and kwargs[name] is not None]:
+        raise ValueError(f"{', '.join(inputs_of_pass)}: leave out, since generate_batch makes each prompt's inputs")
+    count = {**generation_config.to_dict(), **kwargs}.get("num_return_sequences") or 1
+    if count > 1:
+        raise ValueError(f"num_return_sequences={count}: batches give one answer to each prompt, so pass it so often")
+
+
+def split_by_prompt(fields: dict, num_prompts: int) -> list[dict]:
+    """Return the fields of each prompt: of a list the prompt's own value, else the one of all prompts."""
+    fields = {name: as_python(value) for name, value in fields.items()}
+    lists = {name: value for name, value in fields.items() if isinstance(value, (list, tuple))}
+    for name, values in lists.items():
+        if len(values) != num_prompts:
+            raise ValueError(
+                f"{name} has {len(values)} values for {num_prompts} prompts: pass one value, or one per prompt"
+            )
+        if any(isinstance(value, (list, tuple)) for value in values):
+            raise ValueError(f"{name}={reprlib.repr(values)} holds lists: pass one value, or one per prompt")
+    return [{**fields, **{name: values[i] for name, values in lists.items()}} for i in range(num_prompts)]
