@@ -166,6 +166,18 @@ def check_layers(config, prelude, core, coda):
             )
 
 
+def check_windows(config, built_with: dict):
+    """Refuse windows that the config got or lost since the model was built: caches follow it, layers do not."""
+    pattern, window = config.window_pattern, config.sliding_window
+    had_pattern, had_window = built_with["window_pattern"], built_with["sliding_window"]
+    if pattern != had_pattern or (window is None) != (had_window is None):
+        raise ValueError(
+            f"config.window_pattern={pattern!r} and config.sliding_window={window} were assigned after this model was "
+            f"built with {had_pattern!r} and {had_window}, and a model gets its windows when it is built: save it and "
+            "open it again, or set them in the config before"
+        )
+
+
 @torch.no_grad()
 def check_last_state(name: str, final, states: list, plan: DepthPlan):
     """Refuse a `loop` of a subclass whose states of every loop do not end with the state that it returns."""

@@ -44,6 +44,7 @@ from .checks import (
     check_pass,
     check_serves_deeper_loops,
     check_starts_from_noise,
+    check_windows,
     is_recorded,
     leave_out_cache,
     warn_of_untrained_between,
@@ -229,6 +230,7 @@ class LoopedModel(LoopedPreTrainedModel):
         cache, use_cache = self._usable_cache(cache, use_cache, plan, output_loop_readout_states)
         every_loop = output_loop_hidden_states or output_loop_readout_states
         check_layers(self.config, self.prelude, self.core, self.coda)
+        check_windows(self.config, self.built_with)
         if cache is None:  # else the mask may be as long as the cache has room
             check_mask(attention_mask, inputs_embeds)
         check_pass(self.config, plan, inputs_embeds, position_ids, cache, initial_state, every_loop, kwargs)

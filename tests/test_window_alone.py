@@ -52,3 +52,27 @@ def test_fields_that_do_not_apply_make_nothing_fail():
     config.sliding_window = 1
     with pytest.raises(ValueError, match="sliding_window=1 must be at least 2"):
         type(plain)(config)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("built_with", [{}, {"sliding_window": WINDOW}, {"window_pattern": "SL"}], ids=str)
+def test_windows_that_come_or_go_after_the_model_was_built_are_refused(built_with, cache):
+    """A cache would have windows where layers have none, or none where they have: other logits, without a word."""
+    model = tiny_model(**built_with)
+    model.config.window_pattern = None
+    model.config.sliding_window = WINDOW if not built_with else None
+    named = f"sliding_window={model.config.sliding_window} were assigned after this model was built"
+    with pytest.raises(ValueError, match=f"{named}.*: save it and open it again"):
+        model.generate(tokens(), max_new_tokens=3, pad_token_id=0, cache_implementation=cache)
+
+
+def test_a_window_of_another_length_is_followed():
+    """By masks and caches, as in Mistral."""
+    model = tiny_model(sliding_window=64)
+    model.config.sliding_window = WINDOW
+    other = type(model)(tiny_config(sliding_window=WINDOW)).eval()
+    other.load_state_dict(model.state_dict())
+    settings = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    for cache in ("dynamic", "static"):
+        written = [each.generate(tokens(), cache_implementation=cache, **settings) for each in (model, other)]
+        assert torch.equal(*written)
