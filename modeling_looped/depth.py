@@ -150,7 +150,7 @@ def read_depths(num_loops, batch_size: int) -> int | list[int]:
     return one_or_each(depths)
 
 
-def check_depths(num_loops, batch_size: int) -> list[int]:
+def read_depth_per_row(num_loops, batch_size: int) -> list[int]:
     """Read `num_loops` as `read_depths` does, and return a list of one int per row."""
     return depth_per_row(read_depths(num_loops, batch_size), batch_size)
 

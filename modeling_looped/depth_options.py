@@ -6,7 +6,7 @@ import torch
 
 from .cache import LoopedCache, loops_with_slots, sharing_of
 from .checks import check_starts_from_noise
-from .depth import check_count, check_depths, numpy_as_python
+from .depth import check_count, numpy_as_python, read_depth_per_row
 from .exit_criteria import ExitRule, ExitSelection
 
 
@@ -263,7 +263,7 @@ def overridden(before: dict, by: dict) -> dict:
 def depth_argument(num_loops) -> int | torch.Tensor:
     """Return one depth, or a tensor of one per prompt: transformers repeats tensors for beams, but not lists."""
     is_one = not isinstance(num_loops, (list, tuple)) and not (torch.is_tensor(num_loops) and num_loops.ndim > 0)
-    depths = check_depths(num_loops, 1 if is_one else len(num_loops))
+    depths = read_depth_per_row(num_loops, 1 if is_one else len(num_loops))
     return depths[0] if is_one else torch.tensor(depths, dtype=torch.long)
 
 

@@ -27,7 +27,7 @@ from .clients import ADAPTERS_OF_ROWS, has_prefix, warn_of_another_policy
 from .compatibility import CACHE, one_cache
 from .continuous import decode_continuously
 from .cpu import repeated_products
-from .depth import check_depths
+from .depth import read_depth_per_row
 from .depth_options import DEPTH_FIELDS, EXIT_FIELDS, DepthOptions, as_python, listed, refuse_sharing, set_fields
 from .exit_criteria import ExitCriterion, ExitSelection
 from .foreign_names import GENERATION_FIELDS, refuse_foreign
@@ -344,7 +344,7 @@ class LoopedGenerationMixin(Generative):
 
     def _depths(self, input_ids, model_kwargs: dict) -> torch.Tensor:
         """Return the depth of each row, [rows]."""
-        depths = check_depths(model_kwargs.get("num_loops", self.config.num_loops), len(input_ids))
+        depths = read_depth_per_row(model_kwargs.get("num_loops", self.config.num_loops), len(input_ids))
         return on_device(depths, input_ids.device)
 
     def _get_candidate_generator(self, generation_config, *args, model_kwargs: dict, **kwargs):

@@ -9,7 +9,7 @@ from .cache import LoopedCache
 from .checks import check_length
 from .clients import adds_virtual_tokens
 from .compatibility import CACHE, look_up
-from .depth import check_depths
+from .depth import read_depths
 from .row_engine import IN_TICKS, RowEngine, rope_type_by_length
 from .row_graphs import can_have_graphs
 from .row_passes import enter
@@ -34,7 +34,7 @@ def goes_in_step(model, num_rows: int, processors, criteria, config, model_kwarg
     # buffers here hold all places, while the cache of transformers holds only the window
     if model.config.has_windows and 2 * model.config.sliding_window < config.max_length:
         return False
-    return can_have_graphs(model, options.is_int8) and len(set(check_depths(depths, num_rows))) == 1
+    return can_have_graphs(model, options.is_int8) and isinstance(read_depths(depths, num_rows), int)
 
 
 def decode_in_step(engine: RowEngine):

@@ -15,7 +15,7 @@ from .cache import LoopedCache, sharing_of
 from .checks import check_length
 from .clients import ADAPTERS_OF_ROWS, gives_rows_adapters
 from .compatibility import CACHE, look_up, named_cache
-from .depth import check_depths
+from .depth import read_depth_per_row
 from .exit_criteria import ExitRule
 from .outputs import LoopedGenerateOutput
 from .overrides import attention_is_as_written, has_hooks, is_as_written, is_split
@@ -157,7 +157,7 @@ class RowEngine:
         self.num_rows, self.rule = len(input_ids), self.options.exit_rule(model.config)
         self.prompt_loops = None if self.rule is None else self.options.prompt_loops
         # these depths were repeated along with the prompts, unlike num_loops of the options
-        self.limits = check_depths(model_kwargs.get("num_loops", model.config.num_loops), self.num_rows)
+        self.limits = read_depth_per_row(model_kwargs.get("num_loops", model.config.num_loops), self.num_rows)
         self.depths_of_prompts = [min(loops, self.prompt_loops or loops) for loops in self.limits]
         self.rotary_table = None  # cos and sin by position
         mask = model_kwargs.get("attention_mask")

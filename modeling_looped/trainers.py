@@ -19,7 +19,7 @@ from transformers import Trainer
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from .checks import check_inputs
-from .depth import check_depths
+from .depth import read_depth_per_row
 from .loop_parameters import count_in_a_loop
 from .modeling_looped import LoopedModel
 from .samplers import depths_of_step, initial_state_of_step
@@ -94,7 +94,7 @@ class OwnLoss:
         for trunk in trunks if operations else []:
             num_loops, backprop_loops = self._ran
             tokens, rows = inputs["input_ids"].numel(), len(inputs["input_ids"])
-            depths = check_depths(trunk.config.num_loops if num_loops is None else num_loops, rows)
+            depths = read_depth_per_row(trunk.config.num_loops if num_loops is None else num_loops, rows)
             with_gradient = [depth if backprop_loops is None else min(depth, backprop_loops) for depth in depths]
             per_parameter = (2 * sum(depths) + 4 * sum(with_gradient)) / rows
             in_loops = per_parameter * (count_in_a_loop(trunk) + count(trunk.injection))
