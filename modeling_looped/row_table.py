@@ -25,15 +25,14 @@ class RowTable(dict):
 
     def add(self, count: int) -> int:
         """Append rows. Return the index of the first one."""
+        new = {name: held.new_full((count, *held.shape[1:]), AT_FIRST.get(name, 0)) for name, held in self.items()}
+        self.update({name: torch.cat([held, new[name]]) for name, held in self.items()})  # all, or none without memory
         self.num_rows += count
-        for name, tensor in self.items():
-            self[name] = torch.cat([tensor, tensor.new_full((count, *tensor.shape[1:]), AT_FIRST.get(name, 0))])
         return self.num_rows - count
 
     def remove(self, first: int, count: int):
+        self.update({name: torch.cat([held[:first], held[first + count :]]) for name, held in self.items()})
         self.num_rows -= count
-        for name, tensor in self.items():
-            self[name] = torch.cat([tensor[:first], tensor[first + count :]])
 
     def take(self, rows: list[int], names: Iterable[str]) -> dict[str, torch.Tensor]:
         held = {name: self[name] for name in names if name in self}

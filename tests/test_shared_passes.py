@@ -20,6 +20,7 @@ from modeling_looped import LoopedModel, continuous, shared_passes
 from modeling_looped.compatibility import CACHE
 from modeling_looped.row_passes import Tokens
 from modeling_looped.row_prompts import Prompt, begin_parts
+from modeling_looped.row_table import RowTable
 from modeling_looped.row_view import RowView
 from modeling_looped.shared_passes import SharedPasses
 from tests.helpers import Gone, quick_and_slow, random_ids, tiny_model, wait_until
@@ -796,6 +797,24 @@ def test_a_pass_that_fails_for_all(stage, monkeypatch):
     monkeypatch.setattr(Tokens, stage, fails_together)
     with SharedPasses(model) as passes:
         assert_same(together(passes, asked), alone)
+
+
+@pytest.mark.parametrize(("change", "rows"), [("add", [1]), ("remove", [0, 1])])
+def test_a_table_that_finds_no_memory_stays_as_it_was(change, rows, monkeypatch):
+    table, cat, calls = RowTable(), torch.cat, []
+    table.add(2)
+    table.put([0, 1], {"state": torch.ones(2, 3), "log_p": torch.ones(2, 5)})
+
+    def fails_at_the_second(tensors):
+        calls.append(None)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError
+        return cat(tensors)
+
+    monkeypatch.setattr(torch, "cat", fails_at_the_second)
+    with pytest.raises(torch.OutOfMemoryError):
+        getattr(table, change)(*rows)
+    assert table.num_rows == 2 and [len(tensor) for tensor in table.values()] == [2, 2]
 
 
 @pytest.mark.parametrize("stage", ["run_loop", "read_logits", "streamer"])
