@@ -239,7 +239,7 @@ class ExitRule:
 
     def checked(self, config, num_loops: int | None = None) -> "ExitRule":
         """Return this rule if it fits the model and a pass of `num_loops` (by default the config's), else raise."""
-        criterion, threshold, min_loops, selection = self.name, self.threshold, self.min_loops, self.selection
+        criterion, min_loops, selection = self.name, self.min_loops, self.selection
         num_loops = config.num_loops if num_loops is None else num_loops
         if unknown := [name for name in self.criterion.remembers if name not in INITIAL]:
             raise ValueError(
@@ -256,20 +256,7 @@ class ExitRule:
                 f"a model with {config.reads_run_depth} makes each loop depend on the depth of the run, so a run that "
                 "stops at loop k is not the run of depth k: early exit means nothing for it"
             )
-        if threshold is None:
-            raise ValueError(
-                f"exit_criterion={criterion!r} has no published threshold: pass exit_threshold, or calibrate one with "
-                "`looped halting`"
-            )
-        if isinstance(threshold, bool) or not isinstance(threshold, Real):
-            raise TypeError(f"exit_threshold must be a number, got {threshold!r}")
-        if math.isnan(threshold) or (threshold < self.criterion.least and math.isfinite(threshold)):
-            raise ValueError(
-                f"exit_threshold={threshold} is out of range: scores of {criterion!r} are {self.criterion.least:g} or "
-                f"more, and tokens exit {'above' if self.criterion.exits_above else 'below'} the threshold"
-            )
-        if criterion in ("max_prob", "gate") and 1 < float(threshold) < math.inf:
-            raise ValueError(f"exit_threshold={threshold} is no probability: {criterion!r} wants one in [0, 1]")
+        self.check_threshold()
         counts = {"min_loops": min_loops, "exit_interval": self.interval, "exit_read_interval": self.read_interval}
         for name, count in counts.items():
             check_count(name, count)
@@ -289,3 +276,20 @@ class ExitRule:
                 f"exit_criterion='gate' instead of {criterion!r}, or another exit_selection"
             )
         return self
+
+    def check_threshold(self):
+        threshold, least = self.threshold, self.criterion.least
+        if threshold is None:
+            raise ValueError(
+                f"exit_criterion={self.name!r} has no published threshold: pass exit_threshold, or calibrate one with "
+                "`looped halting`"
+            )
+        if isinstance(threshold, bool) or not isinstance(threshold, Real):
+            raise TypeError(f"exit_threshold must be a number, got {threshold!r}")
+        if math.isnan(threshold) or (threshold < least and math.isfinite(threshold)):
+            raise ValueError(
+                f"exit_threshold={threshold} is out of range: scores of {self.name!r} are {least:g} or more, and "
+                f"tokens exit {'above' if self.criterion.exits_above else 'below'} the threshold"
+            )
+        if self.name in ("max_prob", "gate") and 1 < float(threshold) < math.inf:
+            raise ValueError(f"exit_threshold={threshold} is no probability: {self.name!r} wants one in [0, 1]")
