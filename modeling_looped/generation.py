@@ -213,12 +213,20 @@ class LoopedGenerationMixin(Generative):
             options.refuse_for(f"custom_generate={getattr(custom_generate, '__name__', custom_generate)}")
         if self.training:
             warn_of_another_policy(options.change_of_samples(self.config, arguments))
+        self._check_beside(options, config, model_kwargs.get(CACHE))
+        if torch.is_tensor(options.num_loops) or rule is not None or options.changes_decoding:
+            config.disable_compile = True  # static caches turn compilation on, but which rows run depends on data
+        return config, model_kwargs
+
+    def _check_beside(self, options: DepthOptions, config: GenerationConfig, cache):
+        """Refuse what does not go with looped layers, with these options, or with a prefix of PEFT. cache: the one
+        that the call passes, or None."""
         if config.assistant_early_exit is not None:
             raise ValueError(
                 f"assistant_early_exit={config.assistant_early_exit} drafts with the first layers, and these layers "
                 "loop: pass draft_loops=k to draft with the first k loops"
             )
-        options.check_cache(self.config, model_kwargs.get(CACHE), config)
+        options.check_cache(self.config, cache, config)
         if not config.use_cache and has_prefix(self):
             raise ValueError(
                 "use_cache=False does not go with prefix tuning, whose virtual tokens come in a cache: leave it out"
@@ -228,9 +236,6 @@ class LoopedGenerationMixin(Generative):
                 f"cache_sharing={options.cache_sharing!r} does not go with prefix tuning, whose virtual tokens come "
                 "in a cache of their own: leave it out"
             )
-        if torch.is_tensor(options.num_loops) or rule is not None or options.changes_decoding:
-            config.disable_compile = True  # static caches turn compilation on, but which rows run depends on data
-        return config, model_kwargs
 
     def _get_logits_processor(self, generation_config, *args, **kwargs):
         """Build transformers' processors. Classifier-free guidance runs the model again without the prompt: at the
