@@ -34,10 +34,11 @@ from .foreign_names import GENERATION_FIELDS, refuse_foreign
 from .graph_decoding import decode_in_step, goes_in_step
 from .outputs import AskedOutputs, LoopedGenerateBeamOutput, LoopedGenerateOutput
 from .overrides import autocast_around
+from .prompt_batches import generate_together, read_prompts
 from .row_engine import RowEngine, obstacle_to_row_engine
 from .row_view import kernels_of_single_queries
 from .samplers import generator_of
-from .shared_passes import generate_together, read_prompts, room_beside, shared_passes_of, with_check
+from .shared_passes import room_beside, shared_passes_of, with_check
 from .speculation import speculate
 from .tensors import on_device
 
