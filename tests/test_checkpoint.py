@@ -195,6 +195,14 @@ def test_another_process_does_not_look_into_a_folder_that_the_first_removes(tmp_
         raise KeyError("the run's own")
 
 
+def test_a_link_to_a_folder_hides_no_error_of_the_run(tmp_path):
+    """It can not be removed as a folder, as others can not whose parent may not be written to."""
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "run").symlink_to(tmp_path / "disk")
+    with pytest.raises(KeyError, match="the run's own"), only_run(tmp_path / "run"):
+        raise KeyError("the run's own")
+
+
 def test_no_checkpoint_is_none(tmp_path):
     assert latest_checkpoint(tmp_path / "missing") is None
 

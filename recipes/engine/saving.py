@@ -2,7 +2,7 @@
 
 import errno
 from collections.abc import Callable
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from glob import glob
 from pathlib import Path
 
@@ -94,5 +94,6 @@ def only_run(folder: Path):
         finally:
             # no other process looks into a folder that this one may be removing
             if is_main_process() and folder.is_dir() and [path.name for path in folder.iterdir()] == [".lock"]:
-                (folder / ".lock").unlink()
-                folder.rmdir()
+                with suppress(OSError):  # of a link or a mounted disk; it would hide the error of the run
+                    (folder / ".lock").unlink()
+                    folder.rmdir()
