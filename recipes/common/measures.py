@@ -199,10 +199,9 @@ def largest_eigenvalue(matrix: torch.Tensor) -> float:
 def largest_eigenvalue_by_squaring(matrix: torch.Tensor) -> float:
     """Approximate the largest |eigenvalue| by matrix products: Gelfand's ||A^n||^(1/n) with n = 2^14, which is too
     high by a fraction (k - 1) ln(n) / n for a Jordan block of size k."""
-    norm = matrix.norm()
-    power, log = matrix / norm, norm.log()
-    for i in range(1, 15):
-        power = power @ power
+    power, log = matrix, matrix.new_zeros(())
+    for i in range(15):
+        power = power if i == 0 else power @ power
         norm = power.norm()
         if norm == 0:
             return 0.0
