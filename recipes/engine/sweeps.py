@@ -104,6 +104,7 @@ def train(run: Run, seen: dict | None = None):
         refuse_other_conditions(run, training.checkpoints.compared, {} if seen is None else seen)
         training.train()
     except Divergence as divergence:
+        training.metrics.finish()  # else a tracker takes the next run, in this process, for the same one
         write_whole(Path(run.recipe.training.output_dir) / DIVERGED, str(divergence))
     except (RecipeError, CheckpointError) as error:
         raise type(error)(f"run {run.name!r}: {error}") from error
