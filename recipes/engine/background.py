@@ -5,13 +5,16 @@ The threads of all processes communicate in a separate process group, apart from
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
 
 import torch.distributed as dist
 
 
 class Background:
-    def __init__(self):
-        self.group = dist.new_group(backend="gloo") if dist.is_initialized() else None
+    def __init__(self, timeout_minutes: float | None = None):
+        """timeout_minutes: how long processes wait for each other; None is torch's default."""
+        timeout = None if timeout_minutes is None else timedelta(minutes=timeout_minutes)
+        self.group = dist.new_group(backend="gloo", timeout=timeout) if dist.is_initialized() else None
         self.thread = ThreadPoolExecutor(1, "looped-background")
         self.work: Future | None = None
 

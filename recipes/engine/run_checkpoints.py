@@ -63,7 +63,8 @@ class RunCheckpoints:
         self.monitor, self.metrics, self.tokenizer, self.compared = monitor, metrics, tokenizer, compared
         self.output = Path(recipe.training.output_dir)
         self.folder = self.output / "checkpoints"
-        self.background = Background() if recipe.training.save_in_background else None
+        training = recipe.training
+        self.background = Background(training.timeout_minutes) if training.save_in_background else None
 
     def start(self) -> tuple[Progress, Path | None]:
         """Load the newest complete checkpoint. Without one, begin at step 0."""

@@ -10,13 +10,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from looped_recipes.engine import checkpoint
 from looped_recipes.engine.background import Background
 from looped_recipes.engine.checkpoint import METRICS, load_checkpoint, save_checkpoint, whole_checkpoints
+from looped_recipes.engine.run_checkpoints import RunCheckpoints
 from looped_recipes.engine.saving import CheckpointError
+from looped_recipes.settings.recipe import load_recipe
 from tests.faults.tiny_run import STEPS, metrics_of
 from tests.helpers import tiny_model
+from tests.helpers_pretrain import SMOKE
 from tests.helpers_processes import run_and_kill
 from tests.test_checkpoint import advance, assert_same, contents, model_and_optimizers
 
@@ -118,3 +122,15 @@ def test_an_error_of_writing_ends_the_run(runs, monkeypatch):
         with pytest.raises(CheckpointError, match="no space left on the disk"):
             runs.train(place, *BACKGROUND)
     assert steps_of(place)[-1] == 3
+
+
+@pytest.mark.parametrize("minutes, seconds", [("1.5", 90), ("120", 7200), ("null", 1800)])
+def test_processes_wait_for_each_other_in_the_background_as_long_as_in_a_step(minutes, seconds):
+    """null: as long as torch does."""
+    settings = ["training.save_in_background=true", f"training.timeout_minutes={minutes}"]
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        background = RunCheckpoints(load_recipe(SMOKE / "lt.yaml", settings), *[None] * 7).background
+        assert background.group._get_backend(torch.device("cpu")).options._timeout.total_seconds() == seconds
+    finally:
+        dist.destroy_process_group()
