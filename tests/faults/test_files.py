@@ -193,7 +193,7 @@ def test_an_export_overwrites_nothing_but_an_export(runs, tmp_path):
         (lambda: (out / "chat_template.jinja").write_text("mine"), "chat_template.jinja was added"),
         (lambda: (out / "config.json").write_text('{"model_type": "looped"}'), "config.json has 24 bytes"),
         (lambda: (out / "README.md").write_text("mine"), "README.md has 4 bytes"),
-        (lambda: (out / "cache.py").unlink(), "cache.py is missing"),
+        (lambda: (out / "modeling_looped.py").unlink(), "modeling_looped.py is missing"),
         (lambda: flip(out / "model.safetensors"), "model.safetensors has the checksum"),
         (lambda: (out / "checksums.json").unlink(), "it has no checksums.json"),
         (lambda: (out / "checksums.json").write_text("["), "checksums.json is damaged"),
