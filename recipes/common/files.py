@@ -89,9 +89,11 @@ def lines_of(path: str | Path) -> Iterator[str]:
 
 
 def append_line(path: str | Path, line: str):
-    """Append a line to a file. It is on the disk when this returns."""
-    with open(path, "a") as file:
-        file.write(line + "\n")
+    """Append a line to a file, also behind one that was cut off. It is on the disk when this returns."""
+    with open(path, "a+b") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
+        is_cut = file.read(1) not in (b"", b"\n")
+        file.write(b"\n" * is_cut + line.encode() + b"\n")
         file.flush()
         os.fsync(file.fileno())
 

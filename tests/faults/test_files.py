@@ -380,11 +380,24 @@ def test_a_file_is_what_was_written_if_its_size_and_all_its_bytes_are(tmp_path):
     assert checksums.checksum(path) == digest and checksums.difference(path, size, digest) is None
     path.write_bytes(content[:-1] + b"!")
     assert "a.bin has the checksum" in checksums.difference(path, size, digest)
-    append_line(path, "")
+    path.write_bytes(content + b"!")
     assert checksums.difference(path, size, None) == f"a.bin has {size + 1} bytes, but {size} were written"
     path.write_text(checksums.sealed({"step": "three"}).replace("three", "seven"))
     with pytest.raises(checksums.Damaged, match="another checksum"):
         checksums.read_sealed(path)
+
+
+def test_a_line_behind_one_that_was_cut_off_is_whole(tmp_path):
+    """As after a full disk: else both would be lost, and a run had another name in its trackers at every launch."""
+    path = tmp_path / "provenance.jsonl"
+    for text in ("", '{"step": 0, "run": "a-0"}\n'):
+        path.write_text(text + '{"step": 1, "run": "a-')
+        for step in (2, 3):
+            append_line(path, json.dumps({"step": step, "run": "é"}))
+        assert [record["step"] for record in read_metrics(path)] == [*([0] if text else []), 2, 3]
+    path.unlink()
+    append_line(path, "x")
+    assert path.read_text() == "x\n"
 
 
 def test_records_of_steps_that_are_run_again_are_dropped(tmp_path):
