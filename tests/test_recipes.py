@@ -860,6 +860,17 @@ def test_a_recipe_that_no_run_wrote_is_not_written_over(tmp_path):
     plan(load_recipe(path))
 
 
+def test_numbers_inside_of_rotary_positions_are_read_as_others():
+    """YAML reads 1e6 as text."""
+    given = "{rope_type: longrope, rope_theta: 1e6, factor: 4, short_factor: [1e0, 2E-1, 3.0, 1]}"
+    recipe = load_recipe(RECIPES / "smoke/lt.yaml", [f"model.rope_parameters={given}"])
+    rope = {"rope_type": "longrope", "rope_theta": 1e6, "factor": 4, "short_factor": [1.0, 0.2, 3.0, 1]}
+    assert recipe.model["rope_parameters"] == rope
+    of_types = "{full_attention: {rope_theta: 1e6}, sliding_attention: {rope_theta: 1e4}}"
+    recipe = load_recipe(RECIPES / "smoke/lt.yaml", [f"model.rope_parameters={of_types}"])
+    assert recipe.model["rope_parameters"]["full_attention"] == {"rope_theta": 1e6}
+
+
 def test_every_number_has_its_range():
     for name, section in SECTIONS.items():
         hints = typing.get_type_hints(section)

@@ -295,7 +295,7 @@ def _model_fields(fields: dict, where: str, has_own_class: bool) -> dict:
     """Return the values of the section. What a class of the user's own adds is checked when its file is imported."""
     if not has_own_class:
         refuse_unknown_fields(fields, where)
-    fields = {key: as_number(value) for key, value in fields.items()}
+    fields = with_numbers(fields)
     check_model_fields({key: value for key, value in fields.items() if key in (*FIELDS, "preset")}, where)
     return fields
 
@@ -308,6 +308,13 @@ def as_number(value):
     if isinstance(value, str) and len(value) < 100 and DECIMAL.fullmatch(value):
         return float(value)
     return value
+
+
+def with_numbers(value):
+    """Return `as_number` of all that lists and mappings hold."""
+    if isinstance(value, dict):
+        return {key: with_numbers(item) for key, item in value.items()}
+    return list(map(with_numbers, value)) if isinstance(value, list) else as_number(value)
 
 
 def _checked(value, hint, key: str, where: str):
