@@ -222,6 +222,23 @@ def test_a_link_to_nothing_is_there_already(tmp_path):
         run(folder, tmp_path / "out")
 
 
+@pytest.mark.parametrize("kind", ["link", "current", "disk"])
+def test_a_folder_whose_place_none_can_take_is_said_before_the_work(kind, tmp_path, monkeypatch):
+    (tmp_path / "empty").mkdir()
+    place = tmp_path / "empty"
+    if kind == "link":
+        place = tmp_path / "out"
+        place.symlink_to(tmp_path / "empty")
+    elif kind == "current":
+        monkeypatch.chdir(place)
+        place = "."
+    else:
+        monkeypatch.setattr("os.path.ismount", lambda path: str(path) == str(place))
+    with pytest.raises(FileExistsError, match="no folder can take its place: name a new one in it"):
+        whole_folder(place, lambda folder: pytest.fail("the work has begun"))
+    assert not any((tmp_path / "empty").iterdir())
+
+
 def test_another_that_was_faster_keeps_its_folder(tmp_path):
     def fill(place):
         (tmp_path / "out").mkdir()

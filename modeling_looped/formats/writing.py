@@ -220,3 +220,7 @@ def is_running(process: int) -> bool:
 def check_new(folder: Path):
     if os.path.lexists(folder) and (not folder.is_dir() or any(folder.iterdir())):
         raise FileExistsError(f"{folder} is there already: nothing is overwritten, choose another name")
+    if folder.is_dir() and (folder.is_symlink() or os.path.ismount(folder) or folder.samefile(os.curdir)):
+        raise FileExistsError(
+            f"{folder} is a link, a disk or the current folder, and no folder can take its place: name a new one in it"
+        )
