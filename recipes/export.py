@@ -42,6 +42,8 @@ def main(arguments: list[str] | None = None) -> Path:
         raise ValueError(f"{of_steps[step]} is not what was written: {damaged}; {others}")
     out = options.out or options.run / of_steps[step].name
     check_writable(out.parent, "as OUT, the second argument")
+    if out.exists() and out.samefile(Path()):
+        raise ValueError(f"{out} is the current folder, and no other can take its place: name a new one in it")
     export_checkpoint(options.run, of_steps[step], out, options.trust_remote_code)
     say_result(f"{out} is the model after {counted(step, 'step')}", typed("looped chat", out, *trust_of(options)))
     return out

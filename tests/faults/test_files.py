@@ -178,6 +178,15 @@ def test_a_changed_checkpoint_is_not_exported(runs):
     assert not (place / "run" / "step-00000003").exists()
 
 
+def test_an_export_into_the_current_folder_is_refused(runs, tmp_path, monkeypatch):
+    run = str((runs.whole / "run").absolute())
+    monkeypatch.chdir(tmp_path)
+    for out in (".", str(tmp_path)):
+        with pytest.raises(ValueError, match="is the current folder, .*: name a new one in it"):
+            export.main([run, out])
+    assert os.listdir(tmp_path) == []
+
+
 def test_an_export_overwrites_nothing_but_an_export(runs, tmp_path):
     run, out = str(runs.whole / "run"), tmp_path / "out"
     (tmp_path / "proj" / "src").mkdir(parents=True)
