@@ -303,3 +303,14 @@ def test_a_loss_that_is_no_number_ends_the_run_also_under_a_scale(steps, monkeyp
     report = SimpleNamespace(step=0, known={"loops": 1.0}, read=lambda: (loss, 0, math.nan))
     with nullcontext() if math.isfinite(loss) and is_scaled else pytest.raises(Divergence):
         assert not reports.read(report)
+
+
+@pytest.mark.parametrize("scale, is_lowered", [(1.0, True), (0.5, False)])
+def test_gradients_that_no_scale_makes_finite_end_the_run(steps, monkeypatch, scale, is_lowered):
+    """Else it would go on to its end without an update."""
+    run = steps(True)
+    run.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+    reports = reports_of(run, monkeypatch)
+    report = SimpleNamespace(step=0, known={"loops": 1.0}, read=lambda: (1.0, 0, math.inf))
+    with nullcontext() if is_lowered else pytest.raises(Divergence, match="the gradient norm of step 0 is inf"):
+        assert not reports.read(report)

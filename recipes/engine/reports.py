@@ -58,7 +58,8 @@ class StepReports:
         is_finite = math.isfinite(loss) and math.isfinite(norm)
         if not is_finite:
             # under fp16 gradients overflow when the loss scale is too high: this lowers the scale and is no failure
-            if not math.isfinite(loss) or self.steps.scaler is None:
+            scaler = self.steps.scaler
+            if not math.isfinite(loss) or scaler is None or scaler.get_scale() < 1:  # which makes gradients smaller
                 self.count_skipped(report.step, metrics["loss"], norm)
             metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
         self.say(report.step, metrics)
