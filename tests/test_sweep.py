@@ -301,6 +301,18 @@ def test_a_run_that_diverges_ends_in_its_trackers_before_the_next(training_text,
     assert Tracker.said == ["high", "end", "low", "end"]
 
 
+@pytest.mark.parametrize("process", [0, 1])
+def test_of_several_processes_one_writes_that_a_run_diverged(process, tmp_path, monkeypatch):
+    """Those of several machines may have one number, and would write to one temporary file."""
+    (run,) = load_sweep(written(tmp_path, "grid: {model.num_loops: [1]}"), [f"training.output_dir={tmp_path}"])
+    training = mock.Mock(**{"train.side_effect": sweeps.Divergence("the loss of step 3 is nan")})
+    monkeypatch.setattr(sweeps, "Pretraining", lambda recipe: training)
+    monkeypatch.setattr(sweeps, "refuse_other_conditions", lambda *_: None)
+    monkeypatch.setattr("looped_recipes.engine.saving.process_index", lambda: process)
+    sweeps.train(run)
+    assert (Path(run.recipe.training.output_dir) / DIVERGED).exists() == (process == 0)
+
+
 def test_switches_beside_words_are_drawn():
     plot = {"x": "optimizer.lr", "curve": "training.gradient_checkpointing"}
     results = [

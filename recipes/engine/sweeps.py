@@ -17,7 +17,7 @@ from looped_recipes.common.replicas import Outcome, Replicas, settings_of
 from looped_recipes.engine.checkpoint import named_checkpoints, read_marker
 from looped_recipes.engine.peers import one_message
 from looped_recipes.engine.resume import CODE, VALIDATION, checksum_of_code, comparable, differing, shown
-from looped_recipes.engine.saving import CheckpointError, is_main_process
+from looped_recipes.engine.saving import CheckpointError, is_main_process, on_main_process
 from looped_recipes.engine.training import RESULTS, Divergence, Pretraining
 from looped_recipes.settings.recipe import Recipe, RecipeError, load_recipe
 from looped_recipes.settings.sections import deciding
@@ -105,7 +105,8 @@ def train(run: Run, seen: dict | None = None):
         training.train()
     except Divergence as divergence:
         training.metrics.finish()  # else a tracker takes the next run, in this process, for the same one
-        write_whole(Path(run.recipe.training.output_dir) / DIVERGED, str(divergence))
+        folder, why = Path(run.recipe.training.output_dir), str(divergence)
+        on_main_process(lambda: write_whole(folder / DIVERGED, why), folder)
     except (RecipeError, CheckpointError) as error:
         raise type(error)(f"run {run.name!r}: {error}") from error
 
