@@ -9,6 +9,7 @@ that of the last one: config, generation config and tokenizer. OUT is a new fold
 nothing is overwritten. Evaluate it before you use it: a mean is of use where training went on from the same weights.
 """
 
+import os
 from pathlib import Path
 
 from looped_recipes.common.command_line import Parser, run_command, say_result, trust_of, typed
@@ -45,7 +46,8 @@ def average(out: Path, models: list[str], decay: float, trust_remote_code: bool)
 
     check_new(out)
     *earlier, last = places = [place_of(name) for name in models]
-    if twice := [place for place in places if places.count(place) > 1]:
+    folders = [os.path.realpath(place) for place in places]
+    if twice := [place for place, folder in zip(places, folders) if folders.count(folder) > 1]:
         raise ValueError(f"{twice[0]} is named twice: it would count twice")
     model, dtype = open_model(last, trust_remote_code)
     total = share = 1.0

@@ -98,6 +98,16 @@ def test_models_of_another_shape(fields, said, tmp_path):
     assert not (tmp_path / "mean").exists()
 
 
+@pytest.mark.parametrize("name", ["./first", "first/", "last/../first", "link"])
+def test_a_model_that_is_named_in_two_ways_counts_once(name, tmp_path, monkeypatch):
+    save(tmp_path / "first", 0)
+    save(tmp_path / "last", 1)
+    (tmp_path / "link").symlink_to("first")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="is named twice: it would count twice"):
+        run("mean", "first", "last", name)
+
+
 def test_what_is_refused(tmp_path):
     first, last = save(tmp_path / "first", 0), save(tmp_path / "last", 1)
     with pytest.raises(ValueError, match="a mean is of two models or more, and only .*first is named"):
