@@ -945,6 +945,17 @@ def test_home_folders_are_found_everywhere(tmp_path, monkeypatch):
     assert found == [str(tmp_path / name) for name in ("run", "model", "shards", "text.jsonl")]
 
 
+@pytest.mark.parametrize("output", [".", "runs/../one", "./one/"])
+def test_a_run_may_lie_in_the_folder_it_was_launched_in(output, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("my.txt").touch()
+    run = Path(os.path.normpath(output)).absolute()
+    recipe = load_recipe(RECIPES / "smoke/lt.yaml", [f"training.output_dir={output}", "data.source=my.txt"])
+    recipe.save(run / "recipe.yaml")
+    monkeypatch.chdir("/")
+    assert recipe_of_run(run).data.source == str(tmp_path / "my.txt")
+
+
 def test_paths_of_a_run_are_those_of_the_folder_it_was_launched_in(tmp_path, monkeypatch):
     (tmp_path / "launched" / "elsewhere").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "launched")

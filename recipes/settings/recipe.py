@@ -9,6 +9,7 @@ of `LoopedConfig`.
 import dataclasses
 import functools
 import math
+import os
 import re
 import types
 import typing
@@ -181,9 +182,10 @@ def recipe_of_run(run: str | Path) -> Recipe:
     """Read the recipe of a finished run. Relative paths that do not exist here are looked up in the folder from which
     the run was launched: the one in which `output_dir` leads to the run."""
     recipe, run = load_recipe(Path(run) / "recipe.yaml"), Path(run).resolve()
-    output = Path(recipe.training.output_dir).parts
-    launched_in = Path(*run.parts[: -len(output)])
-    if run.parts[-len(output) :] != output:  # the run was moved
+    output = Path(os.path.normpath(recipe.training.output_dir)).parts  # none of "."
+    place = len(run.parts) - len(output)
+    launched_in = Path(*run.parts[:place])
+    if run.parts[place:] != output:  # the run was moved
         return recipe
     for section, names in PATHS.items():
         for name in names:
