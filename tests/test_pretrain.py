@@ -748,6 +748,11 @@ def half_done(training_text, tmp_path_factory):
         ("parcae", ["data.max_documents=100"], r"data.rows was \d+, is \d+; data.sampled_rows was '\w{16}', is"),
         ("parcae", ["data.max_documents=100", "training.resume=changed"], "The documents of data.source, .* put them"),
         ("parcae", [*WITHOUT_MUON, "training.resume=changed"], "optimizer.name was 'normuon', is 'adamw'"),
+        (
+            "parcae",
+            ["optimizer.muon_value_gates=false", "training.resume=changed"],
+            "optimizer.muon_value_gates was True, is False. Go back",
+        ),
         ("parcae", ["optimizer.muon_lr=1e-4"], "optimizer.muon_lr was 0.008, is 0.0001.*resume=changed"),
         ("parcae", ["schedule.warmup_steps=1"], "schedule.warmup_steps was 0, is 1.*resume=changed"),
         ("lt", [], "model.injection was 'diagonal', is 'none'"),
@@ -767,12 +772,14 @@ def test_a_checkpoint_of_another_run_is_refused(recipe, more, message, half_done
     [
         ({"schedule": {"warmup_steps": 1}}, "training.output_dir, or set training.resume=changed$"),
         ({"schedule": {"warmup_steps": 1}, "depth": {"mean": 2}}, "config, or choose another training.output_dir$"),
+        ({"optimizer": {"muon_value_gates": True}}, "config, or choose another training.output_dir$"),
         ({"tokenizer": "b"}, "documents of data.source, .* began with: put them back, or choose another"),
         ({"data": {"rows": 9}, "depth": {"mean": 2}}, "config, or choose another training.output_dir$"),
     ],
 )
 def test_the_advice_for_a_checkpoint_of_another_config_lets_the_run_go_on(other, advice):
     saved = {"data": {"rows": 8}, "tokenizer": "a", "depth": {"mean": 3}, "schedule": {"warmup_steps": 0}}
+    saved["optimizer"] = {"muon_value_gates": False}
     with pytest.raises(CheckpointError, match=advice):
         refuse_other_config(Path("step-00000003"), saved, {**saved, **other}, lambda name: False)
 

@@ -36,6 +36,7 @@ from .saving import CheckpointError
 
 NUM_SAMPLED_ROWS = 64
 OF_TEXT = {"data.rows", "data.sampled_rows", "tokenizer"}  # dotted names of what the documents determine
+OF_OPTIMIZERS = ("optimizer.name", "optimizer.muon_value_gates")  # which type of optimizer a parameter has
 CODE = "code of training.model_file"  # the compared checksum
 VALIDATION = "validation"  # the compared section that describes the validation rows
 VOLATILE = {"transformers_version", "_name_or_path", "architectures", "auto_map", "dtype"}  # fields of model configs
@@ -92,7 +93,7 @@ def may_change(name: str, resume: bool | str) -> bool:
 
 
 def may_change_on_purpose(name: str) -> bool:
-    return name.startswith(("optimizer.", "schedule.", CODE)) and name != "optimizer.name"
+    return name.startswith(("optimizer.", "schedule.", CODE)) and name not in OF_OPTIMIZERS
 
 
 def comparable(config: dict) -> dict:
