@@ -797,6 +797,20 @@ def test_rows_that_begin_elsewhere_are_other_data():
     assert differing(plain, half) == [("data.stride", 32, 16)] and differing(plain, whole) == []
 
 
+def test_documents_that_a_token_ends_are_masked_in_another_way():
+    """Where tokens are taken as they are, and one token may begin or end documents, all else is the same."""
+    rows = plain_rows([np.zeros(96, dtype=np.int64)], 32, 32, start=1, token_bytes=torch.ones(1))
+    data = SimpleNamespace(train=rows, validation=rows, manifest={"tokenizer": {"sha256": ""}})
+    tokens = ["data.token_field=ids", "data.tokenizer=folder", "data.tokenizer_vocab_size=null"]
+    found = []
+    for is_masked in ("false", "true"):
+        recipe = load_recipe(SMOKE / "lt.yaml", [*tokens, f"data.document_masking={is_masked}"])
+        for rows.start_ends in (False, True):
+            found.append(compared_settings(recipe, LoopedConfig(), data, "no", False))
+    assert differing(found[0], found[1]) == []
+    assert differing(found[2], found[3]) == [("data.token_field_masked_by_ends", None, True)]
+
+
 def test_a_checkpoint_from_before_fields_were_added_goes_on(whole_run, half_done, training_text, tmp_path):
     """As one that was written when configs had fewer fields than today."""
     shutil.copytree(half_done, tmp_path / "run")

@@ -53,6 +53,7 @@ def compared_settings(recipe: Recipe, config: LoopedConfig, data, precision: str
             "sequence_length": recipe.data.sequence_length,
             "stride": recipe.data.stride or recipe.data.sequence_length,
             "document_masking": recipe.data.document_masking,
+            "token_field_masked_by_ends": masked_by_ends(recipe, data),
             "rows": len(data.train),
             "sampled_rows": sample_of_rows(data.train),
         },
@@ -69,6 +70,13 @@ def compared_settings(recipe: Recipe, config: LoopedConfig, data, precision: str
         "rows_of_dropout": recipe.training.micro_batch_size if has_dropout else None,
     }
     return comparable(settings)
+
+
+def masked_by_ends(recipe: Recipe, data) -> bool | None:
+    """Return whether tokens that are taken as they are, and so in all rows the same, are masked behind the token that
+    ends a document. None if not, as in checkpoints from before this was compared."""
+    is_taken = recipe.data.token_field is not None and recipe.data.document_masking
+    return True if is_taken and data.train.start_ends else None
 
 
 def checksum_of_code(recipe: Recipe) -> str | None:
