@@ -1,5 +1,6 @@
 """A saved folder opens with `trust_remote_code=True` in a Python that does not know this package."""
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -40,6 +41,8 @@ import torch, transformers
 folders, again, results, input_ids, depths = json.loads(sys.argv[1])
 input_ids = torch.tensor(input_ids)
 found = {}
+transformers.AutoConfig.from_pretrained(next(iter(folders.values())), trust_remote_code=True)
+assert not any(name.endswith(".modeling_looped") for name in sys.modules), "a config runs the code of models"
 for auto, folder in folders.items():
     model = getattr(transformers, auto).from_pretrained(folder, trust_remote_code=True)
     assert type(model).__module__.startswith("transformers_modules."), type(model)
@@ -136,6 +139,8 @@ def test_folder_is_complete(saved):
             "AutoModelForTokenClassification": "modeling_looped.LoopedForTokenClassification",
         }
         assert code_of(folder) == {f"{name}.py": text for name, text in saved_code().items()}
+    for text in saved_code().values():
+        assert text.startswith("# Copyright") and text.count("Licensed under the Apache License") == 1
     assert "auto_map" not in json.load(open(os.path.join(saved[0]["AutoModelForCausalLM"], "tokenizer_config.json")))
 
 
@@ -258,3 +263,35 @@ def test_a_config_that_is_pushed_while_it_is_saved_takes_its_code_along(tmp_path
     assert pushed == [("tiny", {"private": True}), ("me/other", {})]
     found = sorted(file.name for file in (tmp_path / "tiny").iterdir())
     assert found == ["config.json", "configuration_looped.py", "modeling_looped.py"]
+
+
+def test_code_that_cannot_be_written_leaves_what_was_there(tmp_path, monkeypatch):
+    LoopedConfig().save_pretrained(tmp_path)
+    before = code_of(tmp_path)
+    write, left = Path.write_bytes, len(before["configuration_looped.py"]) + 100
+
+    def written(self, data):
+        nonlocal left
+        count = write(self, data[:left])
+        left -= count
+        if count < len(data):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return count
+
+    monkeypatch.setattr(Path, "write_bytes", written)
+    monkeypatch.setattr(Path, "write_text", lambda self, text, *_: written(self, text.encode()))
+    with pytest.raises(OSError, match="No space"):
+        LoopedConfig().save_pretrained(tmp_path)
+    assert code_of(tmp_path) == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", *sorted(before)]
+
+
+def test_saving_into_a_folder_of_links_leaves_what_they_point_to(tmp_path):
+    """As the cache of the Hub is: other folders share those files."""
+    LoopedConfig().save_pretrained(tmp_path)
+    (tmp_path / "blob").write_text("shared")
+    (tmp_path / "modeling_looped.py").unlink()
+    (tmp_path / "modeling_looped.py").symlink_to("blob")
+    LoopedConfig().save_pretrained(tmp_path)
+    assert (tmp_path / "blob").read_text() == "shared"
+    assert code_of(tmp_path)["modeling_looped.py"] == saved_code()["modeling_looped"]

@@ -4,11 +4,13 @@ A model that is opened by its name asks the Hub for each file of its code, and t
 """
 
 import ast
+import os
 import re
 from collections.abc import Iterable, Iterator
 from functools import cache
 from os import PathLike
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from textwrap import fill
 
 
@@ -16,20 +18,22 @@ HOME = Path(__file__).parents[1]
 CONFIG, MODELS = "configuration_looped", "modeling_looped"  # what auto_map names
 WIDTH = 119
 
-HEAD = '''"""{title} of a looped language model, for a Python that does not have the package modeling-looped.
+HEAD = '''{license}"""{title} of a looped language model, for a Python that does not have the package modeling-looped.
 
 Version {version} of that package wrote it beside the weights: files of the package, one after the other, each under
-its name. Change there what is to change.
+its name. Changes belong there: its next save writes this file anew.
 """
-
-# SPDX-License-Identifier: Apache-2.0
 
 '''
 
 
 def write_code(folder: str | PathLike):
-    for name, text in saved_code().items():
-        (Path(folder) / f"{name}.py").write_text(text, "utf-8")
+    """Write both files, the same on every system. They take the place of older ones once both are whole."""
+    with TemporaryDirectory(prefix=".code-", dir=folder) as written:
+        for name, text in saved_code().items():
+            (Path(written) / f"{name}.py").write_bytes(text.encode())
+        for file in Path(written).iterdir():
+            os.replace(file, Path(folder) / file.name)
 
 
 @cache
@@ -39,10 +43,9 @@ def saved_code() -> dict[str, str]:
     parts[MODELS] = [part for part in in_order("auto_classes") if part not in parts[CONFIG]]
     home = {part: name for name, those in parts.items() for part in those}
     version = re.findall('^__version__ = "(.*)"$', text_of("__init__"), re.MULTILINE)[0]
+    said = {"license": text_of(CONFIG).partition('"""')[0], "version": version}
     titles = {CONFIG: "The config", MODELS: "The classes"}
-    return {
-        name: HEAD.format(title=titles[name], version=version) + merged(those, home) for name, those in parts.items()
-    }
+    return {name: HEAD.format(title=titles[name], **said) + merged(those, home) for name, those in parts.items()}
 
 
 def in_order(part: str, before: tuple[str, ...] = ()) -> list[str]:
@@ -78,7 +81,7 @@ def is_all(node: ast.AST) -> bool:
 def merged(parts: list[str], home: dict[str, str]) -> str:
     """Return the text of one file. home: the file of each part. No two parts give one name to different things."""
     written: set[str] = set()
-    bodies = [f"# {part}.py: {body(part, home, written)}" for part in parts]
+    bodies = [f"# ---- {part}.py ----\n# {body(part, home, written)}" for part in parts]
     return "\n\n\n".join(["\n".join(imports(parts, home)), *bodies]) + "\n"
 
 
@@ -105,11 +108,12 @@ def in_brackets(line: str) -> str:
 
 
 def body(part: str, home: dict[str, str], written: set[str]) -> str:
-    """Return the text of a part without its imports. written: the statements that stand in the file already."""
+    """Return the text of a part without its license and its imports. written: what stands in the file already."""
     lines = text_of(part).splitlines()
     for node, instead in changes(part, home, written):
         start, end = node.lineno - 1, node.end_lineno or node.lineno
         lines[start:end] = [lines[start][: node.col_offset] + instead, *[""] * (end - start - 1)]
+    lines[: tree_of(part).body[0].lineno] = []
     said = (ast.get_docstring(tree_of(part)) or "").replace("\n", "\n# ").replace("# \n", "#\n")
     return f"{said}\n\n\n" + re.sub(r"\n{4,}", "\n\n\n", "\n".join(lines)).strip("\n")
 
