@@ -37,6 +37,7 @@ from .foreign_names import (
     SPELLINGS_OF_EPS,
     meant,
 )
+from .package_only import OF_PACKAGE
 from .presets import PRESETS, preset_fields
 
 
@@ -401,8 +402,6 @@ class LoopedConfig(DerivedFields):
     @classmethod
     def get_config_dict(cls, pretrained_model_name_or_path, **kwargs):
         """Return the content of config.json as fields of this class, also for the layout of a published model."""
-        from .loading import OF_PACKAGE
-
         kwargs = at_one_commit(pretrained_model_name_or_path, kwargs)
         where = dict(kwargs)
         config_dict, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
@@ -449,7 +448,6 @@ class LoopedConfig(DerivedFields):
     def save_pretrained(self, save_directory: str | PathLike, push_to_hub: bool = False, **kwargs):
         """Save config.json with the code, so that the folder also opens where this package is not installed."""
         from .auto_classes import auto_map
-        from .loading import OF_PACKAGE
 
         is_own = type(self) is LoopedConfig  # a subclass has models of its own
         if is_own:

@@ -1,7 +1,7 @@
 """Loading that refuses a checkpoint which does not fit, instead of filling gaps with fresh weights."""
 
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from contextvars import ContextVar
 from os import PathLike
 from pickle import UnpicklingError
@@ -16,11 +16,9 @@ from .compatibility import at_one_commit, look_up
 from .depth_options import DEPTH_FIELDS
 from .foreign_names import ARGUMENT_OF, UnknownNameError
 from .overrides import PACKAGE
+from .package_only import OF_PACKAGE
 
 
-# What only the installed package can do: "public" and "dense" open models of foreign layouts, "config" reads their
-# config.json, "code" writes the code beside a saved model. formats/ fills this table; in that code it stays empty.
-OF_PACKAGE: dict[str, Callable] = {}
 STRICTLY: ContextVar[tuple[str, str] | None] = ContextVar("path and class of what is loaded strictly", default=None)
 # parameters that are filled rather than loaded, as they should be, and so are not reported as missing
 FILLED: ContextVar[Collection[str]] = ContextVar("names of parameters that are filled by design", default=())

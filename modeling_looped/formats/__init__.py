@@ -14,11 +14,11 @@ What opens: Ouro, Huginn, Llama models that were retrofitted in its form, Parcae
 how its config.json reads, and one table of names for both directions. What a layout cannot say is refused by name.
 
 The model files never import this folder, so that what is saved beside a model stays lean; they find it in
-`loading.OF_PACKAGE`.
+`package_only.OF_PACKAGE`.
 """
 
 from ..configuration_looped import LoopedConfig
-from ..loading import OF_PACKAGE
+from ..package_only import OF_PACKAGE
 from .auto import register_public_formats
 from .dense import from_dense
 from .reading import open_public, read_public_config
