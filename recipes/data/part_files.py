@@ -58,10 +58,11 @@ def document_hash(document: Document) -> int:
     if isinstance(document, str):
         content = " ".join(document.split()).encode()
     else:
-        if document.dtype.kind not in "iu":  # a null makes them floats, and itself nan
+        if document.dtype.kind not in "iu":  # a null makes them floats or objects
+            numbers = document.astype(float)
             raise RecipeError(
-                f"of {len(document)} token ids of a document {np.isnan(document.astype(float)).sum()} are null: "
-                f"{shortly(document.tolist())}; give them ids, or leave the document out"
+                f"of {len(document)} token ids of a document {np.isnan(numbers).sum()} are null: "
+                f"{shortly(numbers.tolist())}; give them ids, or leave the document out"
             )
         content = document.astype("<i8").tobytes()
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big")

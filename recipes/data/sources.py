@@ -232,9 +232,9 @@ class Source:
                 f"{', '.join(map(repr, columns))}: {advice}{also}"
             )
         documents = documents.select_columns([column])
-        if self.token_field is not None:
-            documents = documents.with_format("numpy")
-        return documents if column == "text" else documents.rename_column(column, "text")
+        documents = documents if column == "text" else documents.rename_column(column, "text")
+        # last, as a stream of datasets 4 turns arrays into objects where another step is behind it
+        return documents if self.token_field is None else documents.with_format("numpy")
 
     def refuse_odd_columns(self, reader: Parquet):
         """Refuse a Parquet file without the column that others have, and one whose column is not text as theirs is:
