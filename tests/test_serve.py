@@ -3,6 +3,7 @@
 import asyncio
 import gzip
 import json
+import re
 import socket
 import threading
 import time
@@ -124,7 +125,7 @@ def test_the_chat_of_transformers_begins(served, capsys):
     interface = chat.RichInterface("tiny", "me", f"http://127.0.0.1:{served[4]}/v1")
     interface.print_model_load("tiny")
     assert "tiny was already loaded" in capsys.readouterr().out
-    with pytest.raises(Exception, match="404 Not Found"):
+    with pytest.raises(Exception, match="404 .*Not Found"):
         interface.print_model_load("huge")
 
 
@@ -248,10 +249,11 @@ def test_bad_requests_of_streams(served, body, message):
 
 def check_refused(served, body: dict, message: str, **options):
     _, _, client, passes, _ = served
-    with pytest.raises(openai.APIStatusError, match=message) as error:
+    with pytest.raises(openai.APIStatusError) as error:
         body = {"max_tokens": 3, "prompt": "a b", **body}
         complete(client, body.pop("prompt"), body.pop("max_tokens"), body, **options)
     assert error.value.status_code == 400 and error.value.body["type"] == "invalid_request_error"
+    assert re.search(message, error.value.body["message"])
     assert complete(client, "a", 2, {}).usage.completion_tokens == 2 and not passes.decoders
 
 
