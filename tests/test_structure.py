@@ -107,7 +107,7 @@ def test_circles_are_found():
 
 
 def test_the_model_family_is_flat_and_imports_by_one_dot():
-    """Code that is loaded from a saved folder resolves nothing else; foreign layouts are not saved with a model."""
+    """What merges the files for a saved model follows no other imports; foreign layouts are not saved with one."""
     assert {path.parent.name for path in (ROOT / "modeling_looped").rglob("*.py")} == {"modeling_looped", "formats"}
     for path in (ROOT / "modeling_looped").glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
