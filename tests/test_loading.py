@@ -5,9 +5,12 @@ import os
 
 import pytest
 import torch
+from huggingface_hub.errors import LocalEntryNotFoundError
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+from transformers.utils import hub
 
 from modeling_looped import (
     LoopedConfig,
@@ -385,3 +388,36 @@ def test_report_on_request_is_instead_of_an_error(folder):
 def test_weights_given_by_the_caller(model):
     loaded = LoopedForCausalLM.from_pretrained(None, config=model.config, state_dict=model.state_dict())
     assert_equal_weights(loaded, model)
+
+
+def out_of_reach(monkeypatch) -> list[str]:
+    """Return the list of the files that the Hub will be asked for."""
+    asked = []
+
+    def ask(_path, name, **_options):
+        asked.append(name)
+        raise LocalEntryNotFoundError("out of reach")
+
+    monkeypatch.setattr(hub, "hf_hub_download", ask)
+    return asked
+
+
+def test_hub_out_of_reach_is_asked_for_two_files_only(monkeypatch, tmp_path):
+    """Each question takes about 25 seconds, in which the client of the Hub tries again."""
+    asked = out_of_reach(monkeypatch)
+    with pytest.raises(OSError, match="couldn't connect"):
+        LoopedForCausalLM.from_pretrained("me/looped", cache_dir=tmp_path)
+    assert asked == ["config.json", "adapter_config.json"]
+
+
+def test_cached_adapter_opens_with_the_hub_out_of_reach(monkeypatch, model, tmp_path):
+    model.save_pretrained(tmp_path / "base")
+    base = LoopedForCausalLM.from_pretrained(tmp_path / "base")
+    commit = "0" * 40
+    repository = tmp_path / "hub" / "models--me--adapter"
+    get_peft_model(base, LoraConfig(target_modules=["q_proj"])).save_pretrained(repository / "snapshots" / commit)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    out_of_reach(monkeypatch)
+    opened = LoopedForCausalLM.from_pretrained("me/adapter", cache_dir=tmp_path / "hub")
+    assert "lora_A" in " ".join(opened.state_dict())

@@ -48,12 +48,18 @@ def find_file(path, name: str, hub: dict) -> str | None:
 
 def model_place(path, hub: dict) -> tuple:
     """Return the model's folder, which for an adapter is that of its base model, and the arguments to look there."""
-    if find_file(path, "config.json", hub) is None:
-        adapter = find_file(path, "adapter_config.json", hub)
-        if adapter is not None:
-            base = read_object(adapter).get("base_model_name_or_path")
-            if base is not None:
-                return base, {name: value for name, value in hub.items() if name not in ("revision", "subfolder")}
+    failure = None
+    try:
+        if cached_file(path, "config.json", **hub) is not None:
+            return path, hub
+    except OSError as error:  # the folder lacks it, or the Hub is out of reach
+        failure = error
+    adapter = find_file(path, "adapter_config.json", hub)
+    base = None if adapter is None else read_object(adapter).get("base_model_name_or_path")
+    if base is not None:
+        return base, {name: value for name, value in hub.items() if name not in ("revision", "subfolder")}
+    if adapter is None and failure is not None and not os.path.isdir(path):
+        raise failure  # here: each file that is asked for takes long to fail
     return path, hub
 
 
