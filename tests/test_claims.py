@@ -1108,7 +1108,7 @@ def test_cosines_of_shared_passes_and_of_independent_ones():
         cosine = torch.cosine_similarity(steps[0], steps[8], dim=-1).mean().item()
         (_, drawn), _ = found[kind]["cosine_of_every_eighth"]
         assert drawn == pytest.approx(cosine, abs=1e-4)
-    assert found["looped"]["off_diagonal"]["min"] > found["unshared"]["off_diagonal"]["max"]
+    assert found["looped"]["off_diagonal"]["mean"] > 0.3 > abs(found["unshared"]["off_diagonal"]["mean"])
 
 
 def test_laws_are_fitted_to_the_runs_that_they_are_about(tmp_path, monkeypatch):

@@ -386,14 +386,16 @@ def test_the_command_measures_at_equal_loops(tmp_path, capsys):
         assert note in notes and f"note: {note}" in printed
         assert "loops asked for" in (tmp_path / "halting.html").read_text() and "wanted loops" in printed
 
-    args = halting.parse(command(folder))  # what it says of tokens is what they give, one model pass a row
+    args = halting.parse(command(folder))  # what it says of tokens is what they give, one pass a row
     calibration, rows = halting.two_slices(args, folder, LoopedConfig.from_pretrained(folder))
     model = LoopedForCausalLM.from_pretrained(folder)
     row = result["at_mean_loops"]["tokens"][1]
     rule = ExitRule("entropy", row["threshold"])
-    for part, key in ((calibration, "calibrated_loops"), (rows, "mean_loops")):
-        loops = torch.cat([model(ids[None, :-1], exit_rule=rule).token_loops for ids in part]).double()
-        assert loops.mean().item() == pytest.approx(row[key], abs=0.02)
+    scores = [torch.stack(naive_scores(model, "entropy", ids[:-1])) for ids in calibration]  # of passes without exits
+    before = torch.cat([exit_loops(rule, each) for each in scores])
+    after = torch.cat([model(ids[None, :-1], exit_rule=rule).token_loops for ids in rows])
+    for loops, key in ((before, "calibrated_loops"), (after, "mean_loops")):
+        assert loops.double().mean().item() == pytest.approx(row[key], rel=1e-4)
     assert row["calibrated_loops"] <= 3 and row["perplexity"] > 0 and row["predicted_speedup"] < LOOPS
     at_three = [row for row in result["at_mean_loops"]["tokens"] if row["wanted_loops"] == 3]
     best = min(at_three, key=lambda row: row["calibrated_ratio"])

@@ -76,7 +76,16 @@ def try_all(name: str, units: Units, min_loops: int) -> Tried:
     is_last_of_equals = torch.ones_like(best, dtype=torch.bool)
     is_last_of_equals[:-1] = best[:-1] != best[1:]
     possible = is_last_of_equals & best.isfinite()
-    return Tried(sign * best[possible], losses[possible], loops[possible])
+    return Tried(sign * between(best)[possible], losses[possible], loops[possible])
+
+
+def between(best: torch.Tensor) -> torch.Tensor:
+    """Return thresholds in the middle between each score and the next lower one: a score that another pass rounds
+    otherwise passes the same ones. best: from the highest down."""
+    middles = best.clone()
+    middles[:-1] = (best[:-1] + best[1:]) / 2
+    is_between = middles.isfinite() & (middles > torch.cat([best[1:], best[-1:]]))
+    return torch.where(is_between, middles, best)
 
 
 def calibrate(name: str, units: Units, budget: float, min_loops: int) -> float:
