@@ -369,7 +369,7 @@ READOUT = Paper(
         Measurement("core", commands_of("core", "probes", "frequencies"), read, SIX_SEEDS),
         Measurement("table_2", commands_of("table_2", "probes", "frequencies"), read, SIX_SEEDS),
         Measurement("table_2_rest", commands_of("table_2_rest", "probes", "frequencies"), read, SIX_SEEDS, "table_2"),
-        Measurement("appendix_g", commands_of("appendix_g", "probes", "frequencies"), read, beside="table_2"),
+        Measurement("appendix_g", commands_of("appendix_g", "probes", "frequencies"), read, SIX_SEEDS, "table_2"),
         Measurement("halting", commands_of("halting", "probes", "frequencies"), read),
     ],
     [  # each claim uses the longer training if that has its models
