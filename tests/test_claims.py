@@ -30,6 +30,7 @@ from looped_eval.claims import (
     parcae,
     parcae_depths,
     parcae_laws,
+    parcae_parts,
     probes,
     readout,
     readout_numbers,
@@ -37,7 +38,7 @@ from looped_eval.claims import (
     theorems,
     trained_loops,
 )
-from looped_eval.claims.definition import Beyond, Claim, Measurement, Paper, Setting, each_seed, load, row
+from looped_eval.claims.definition import Beyond, Claim, Measurement, Paper, Setting, each_seed, judged, load, row
 from looped_eval.claims.frequencies import loss_of_frequencies
 from looped_eval.claims.papers import PAPERS
 from looped_eval.claims.rules import (
@@ -698,6 +699,13 @@ def test_gradients_that_swing_and_runs_that_collapse():
     assert fully_looped.share_of_runs(True, ("lt",), (3,))(content).low == pytest.approx(0.025 ** (1 / 3))
 
 
+@pytest.mark.parametrize("losses, expected", [([None] * 6, "agrees"), ([5.0] * 6, "disagrees"), ([None, 5.0], "open")])
+def test_an_rdm_that_diverges_in_six_seeds_is_what_table_4_says(losses, expected):
+    seeds = {n: {"loss_of_frequencies": 6.0, "runs": [{"name": "rdm", "loss": loss}]} for n, loss in enumerate(losses)}
+    claim = parcae_parts.part_claims()[0]
+    assert judged(claim, claim.read({"seeds": seeds})) == expected
+
+
 def test_figure_4_has_the_systems_of_its_sweep():
     """All but FLT, which trains there: LT, whose collapse is figure 2's, LT_i and LT_ai; FLT_res is not among them."""
     presets = [run.recipe.model["preset"] for run in runs_of_sweep(RECIPES / "fully_looped/figure_4.sweep.yaml")]
@@ -1112,7 +1120,8 @@ def test_cosines_of_shared_passes_and_of_independent_ones():
 
 
 def test_laws_are_fitted_to_the_runs_that_they_are_about(tmp_path, monkeypatch):
-    """At the depth of their training; the held-out error is that of the largest budget, which the fit has not seen."""
+    """At the depth of their training, those with loops; the held-out error is that of the largest budget, which the
+    fit has not seen."""
     rows, asked = {}, {}
     for flops in (1e18, 4e18, 16e18):
         for mean in (1, 2, 4):
@@ -1144,9 +1153,10 @@ def test_laws_are_fitted_to_the_runs_that_they_are_about(tmp_path, monkeypatch):
     found = laws.laws(tmp_path)
     trained = {(name, of[0]["mean_depth"]) for name, of in rows.items()}
     largest = {each for each in trained if each[0].startswith("1.6e+19")}
-    assert asked["isoflop"] == asked["parametric_of_1"] == [sorted(trained)]
-    assert asked["parametric_of_2"] == [sorted(trained - largest), sorted(largest)]
-    assert asked["test_time"] == [sorted((run, k) for run, mean in trained if mean > 1 for k in (1, 2, 4, 8))]
+    looped = {each for each in trained if each[1] > 1}
+    assert asked["isoflop"] == [sorted(trained)] and asked["parametric_of_1"] == [sorted(looped)]
+    assert asked["parametric_of_2"] == [sorted(looped - largest), sorted(looped & largest)]
+    assert asked["test_time"] == [sorted((run, k) for run, _ in looped for k in (1, 2, 4, 8))]
     assert found["gains"] == pytest.approx([1 - 1 / 4 + 3 / 9] * 3)  # four loops are best
     assert {(run["run"], run["loss"]) for run in found["runs"]} == {
         (row["run"], row["loss"]) for of in rows.values() for row in of if row["test_depth"] == row["mean_depth"]

@@ -27,7 +27,7 @@ from .definition import (
     loss_of,
     losses_by_name,
 )
-from .rules import AtMost, Differs, Effect, Estimate, Near, Rule, share
+from .rules import SELDOM, AtMost, Differs, Effect, Estimate, Near, Rule, share
 from .sweeps import commands_of, has_trained, read_with_frequencies, runs_of
 
 
@@ -41,7 +41,6 @@ BITS = {  # bits per byte of the small models at 3, 6 and 9 loops in table 1; LT
     "lt_attention": (1.046, math.nan, 1.047),
     "flt": (1.044, 1.039, 1.040),
 }
-SELDOM = AtMost(0.5, 0.0)  # share of runs: 0 in the paper, which has one run of each system; here at most half
 LEAST_CHANGE = 0.001  # nats; loops count as unused if they change every loss by less
 
 

@@ -18,16 +18,19 @@ def laws(folder: Path) -> dict:
     trained = table.at_training_depth()
     budgets = budgets_of(trained)
     largest = max(budgets)
-    looped = table.where(lambda row: not is_fixed_depth(row))
     known = trained.where(lambda row: row["flops"] < 0.9 * min(budgets[largest]["flops"].tolist()))
+    # runs of one loop are the baseline, to which no law is fitted
+    looped, fitted, known, beyond = (
+        part.where(lambda row: not is_fixed_depth(row)) for part in (table, trained, known, budgets[largest])
+    )
     names = ("run", "mean_depth", "effective_parameters", "tokens", "flops", "loss")
     loss_at = {run: {row["test_depth"]: row["loss"] for row in rows.rows} for run, rows in table.by("run").items()}
     return {
         "runs": [{**{name: row[name] for name in names}, "loss_at": loss_at[row["run"]]} for row in trained.rows],
         "gains": [gain(group) for _, group in sorted(budgets.items())],
         **said(lambda: {"exponents": exponents(trained)}),
-        **said(lambda: {"law": law(trained)}),
-        **said(lambda: {"held_out_percent": held_out_percent(known, budgets[largest])}),
+        **said(lambda: {"law": law(fitted)}),
+        **said(lambda: {"held_out_percent": held_out_percent(known, beyond)}),
         **said(lambda: test_depths(looped)),
     }
 
@@ -51,7 +54,7 @@ def exponents(table: RunTable) -> dict:
 
 
 def law(table: RunTable) -> dict | None:
-    """Return the exponents of effective parameters and tokens in the training law, fitted to all budgets."""
+    """Return the exponents of effective parameters and tokens in the training law of looped runs of all budgets."""
     result, _ = parametric(table, restarts=RESTARTS)
     return {name: result["coefficients"][name] for name in ("x", "y")} if result["converged"] else None
 

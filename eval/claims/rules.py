@@ -141,3 +141,6 @@ class AtMost:
 
     def judge(self, value: float, low: float, high: float) -> str:
         return AGREES if high <= self.bound else DISAGREES if low > self.bound else OPEN
+
+
+SELDOM = AtMost(0.5, 0.0)  # share of runs: 0 in the paper, which has one run of each system; here at most half
