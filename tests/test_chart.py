@@ -93,6 +93,8 @@ def test_bars_and_a_matrix_show_their_values():
     assert [each.text for each in parsed(matrix).iter("text")].count("−0.25") == 2  # a finger has no pointer
     large = parsed(Matrix("m", "loop", [[0.5] * 12] * 12))
     assert "0.50" not in [each.text for each in large.iter("text")]
+    assert titles(Matrix("m", "loop", [[1, None], [None, math.nan]]))[-1:] == ["loop 1 and 1: 1"]
+    assert Matrix("m", "loop", [[None, None], [None, None]]).is_empty
 
 
 def light(color) -> float:

@@ -114,8 +114,22 @@ def test_every_measure_is_explained_and_drawn():
             {"table": {"measured_increment": -6e-11, "b": 1e-7}},
             "the state stays where it is: updates are of",
         ),
-        ("future_signal", {"largest_immediate": 2e-8, "largest_future": 1e-9}, "No loss sees the scale of any loop"),
-        ("future_signal", {"largest_immediate": 0.3, "largest_future": 0.02}, "own loss by up to 0.3 for each unit"),
+        (
+            "future_signal",
+            {"loop": [1, 2], "largest_immediate": 2e-8, "largest_future": 1e-9},
+            "No loss sees the scale of any loop",
+        ),
+        (
+            "future_signal",
+            {"loop": [1, 2], "largest_immediate": 0.3, "largest_future": 0.02},
+            "own loss by up to 0.3 for each unit",
+        ),
+        ("future_signal", {"loop": [1], "largest_immediate": 0.3, "largest_future": None}, "there is no later loss"),
+        (
+            "future_signal",
+            {"loop": [1, 2], "largest_immediate": None, "largest_future": None},
+            "not a finite number",
+        ),
         (
             "premises",
             {"increment_overlap": 0.4, "loops_orthogonal": 0.25, "branches": {"a": {"residual_overlap": 0.9}}},

@@ -161,7 +161,7 @@ def token_norms(result: dict) -> str:
 
 
 def future_signal(result: dict) -> str:
-    if result["largest_future"] is None:
+    if len(result["loop"]) == 1:
         return "With one loop there is no later loss."
     own, later = result["largest_immediate"], result["largest_future"]
     if max(own, later) < NOTHING:

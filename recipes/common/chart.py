@@ -277,7 +277,7 @@ class Bars:
 
 @dataclass
 class Matrix:
-    """Values from -1 to 1 for every pair: the stronger the colour, the further from 0."""
+    """Values from -1 to 1 for every pair: the stronger the colour, the further from 0. Others are left out."""
 
     title: str
     axis: str  # name of the items in rows and columns, which are numbered from 1
@@ -285,7 +285,7 @@ class Matrix:
 
     @property
     def is_empty(self) -> bool:
-        return not self.values
+        return not any(fits(value, False) for row in self.values for value in row)
 
     def svg(self) -> str:
         parts, top = heading(self.title)
@@ -297,6 +297,8 @@ class Matrix:
         strength = 0.5 if size >= ROOM_FOR_A_VALUE else 1.0  # paler if the value is written on it
         for i, row in enumerate(self.values):
             for j, value in enumerate(row):
+                if not fits(value, False):
+                    continue
                 said = f"{self.axis} {i + 1} and {j + 1}: {written(value, 3)}"
                 color = "c1" if value > 0 else "c0"
                 shade = strength * min(abs(value), 1)
