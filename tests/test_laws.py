@@ -17,7 +17,7 @@ from looped_eval.laws import charts as law_charts
 from looped_eval.laws import command as laws
 from looped_eval.laws.fitting import FitError, fit, huber, minimize, misfit_of
 from looped_eval.laws.forms import PARAMETRIC, TEST_TIME, UNIFIED, Constant, Law
-from looped_eval.laws.frontier import frontier
+from looped_eval.laws.frontier import frontier, measured_frontier
 from looped_eval.laws.run_table import RunTable, collect, read_table, write_table
 from looped_recipes.common.flops import effective_parameters, training_flops_per_token
 from looped_recipes.common.measures import power_law
@@ -294,6 +294,19 @@ def test_the_measured_frontier_and_what_looping_gains():
     *budgets_drawn, optima = [line for line in parabolas.lines if line.name]
     assert [depth for depth, _ in optima.points] == [best["mean_depth"] for best in result["optima"]]
     assert len(budgets_drawn) == 3 and not any(line.joined for line in budgets_drawn)  # points of each budget
+
+
+def test_seeds_do_not_gain_by_their_best():
+    """All depths have the loss 4 in the mean over three seeds, as the fixed depth has."""
+    rows = [
+        {"run": f"{mean}-{seed}", "mean_depth": mean, "flops": 1e15, "loss": 4 + 0.01 * (seed - 1)}
+        for mean in (1, 2, 4, 8)
+        for seed in range(3)
+    ]
+    rows[4]["loss"] -= 0.003  # of mean depth 2
+    (point,) = measured_frontier({1e15: table(rows)})
+    assert (point["run"], point["mean_depth"]) == ("2-0, 2-1, 2-2", 2)
+    assert (point["loss"], point["fixed_loss"], point["gain"]) == pytest.approx((3.999, 4.0, 0.001))
 
 
 def test_the_frontier_says_where_the_best_depth_is_that_of_the_shallowest_or_deepest_run():

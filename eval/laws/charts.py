@@ -60,11 +60,11 @@ def isoflop(result: dict, table: RunTable, fitted) -> list:
 
 
 def measured_frontier(result: dict, table: RunTable) -> Chart:
-    """Draw every run, and lines through the best looped run and the fixed-depth runs of each budget (figure 6)."""
+    """Draw every run, and lines through the best mean depth and the fixed depth of each budget (figure 6)."""
     fixed = [point for point in result["frontier"] if "fixed_loss" in point]
     lines = [
-        Line("other runs", points_of(table.rows, "flops", "loss"), "c7", joined=False),  # drawn first, below the lines
-        Line("best looped run", points_of(result["frontier"], "flops", "loss"), "c0"),
+        Line("runs", points_of(table.rows, "flops", "loss"), "c7", joined=False),  # drawn first, below the lines
+        Line("best mean depth", points_of(result["frontier"], "flops", "loss"), "c0"),
         Line("one loop", points_of(fixed, "flops", "fixed_loss"), "c1"),
     ]
     return Chart("What looping gains", "training FLOPs", "validation loss", lines, log_x=True)

@@ -80,17 +80,22 @@ def frontier(fitted: Fit, table: RunTable, budgets: int = 25, depths: int = 1000
 
 
 def measured_frontier(budgets: dict[float, RunTable]) -> list[dict]:
-    """Return the looped run of least loss at each budget, with its gain over runs of fixed depth if there are any."""
+    """Return the mean depth of least loss at each budget, with its gain over runs of fixed depth if there are any.
+
+    Runs of one depth, such as several seeds, count by their mean: the best of many would gain by chance.
+    """
     line = []
     for flops, group in budgets.items():
         looped, fixed = group.where(lambda row: not is_fixed_depth(row)), group.where(is_fixed_depth)
         if not len(looped):
             continue
-        best = min(looped.rows, key=lambda row: row["loss"])
-        point = {"flops": flops, "run": best["run"], "mean_depth": best["mean_depth"], "loss": best["loss"]}
+        losses = {depth: runs["loss"].mean().item() for depth, runs in looped.by("mean_depth").items()}
+        best = min(losses, key=losses.get)
+        runs = ", ".join(row["run"] for row in looped.rows if row["mean_depth"] == best)
+        point = {"flops": flops, "run": runs, "mean_depth": best, "loss": losses[best]}
         if len(fixed):
             loss = fixed["loss"].mean().item()
-            point |= {"fixed_loss": loss, "gain": loss - best["loss"], "fixed_runs": len(fixed)}
+            point |= {"fixed_loss": loss, "gain": loss - losses[best], "fixed_runs": len(fixed)}
         line.append(point)
     return line
 

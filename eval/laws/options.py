@@ -1,7 +1,7 @@
 """Scaling laws of looping from a table of runs: `looped laws LAW RUNS.csv|jsonl [options]`.
 
 isoflop       the loops and tokens with the least loss at each FLOP budget (a parabola in log mu) and their power laws;
-              the best run of each budget beside those of fixed depth 1
+              the best mean depth that was run at each budget, beside runs of fixed depth 1
 parametric    E + X N^-x + Y D^-y: N effective parameters at the training depth, D tokens; with the frontier, the mean
               depth of least loss at each FLOP budget
 test_time     L_inf + Z e^(-z T) for every run, beside three rival forms, in range and beyond the training depth
