@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from looped_recipes.common import measures
-from looped_recipes.common.metrics import read_metrics
+from looped_recipes.common.metrics import last_values, read_metrics
 from looped_recipes.engine.monitor import RECENT, Monitor, StateNorms
 from looped_recipes.pretrain import main
 
@@ -173,3 +173,19 @@ def test_a_run_whose_injection_expands_says_so(training_text, tmp_path, capsys):
     }
     first = next(step for step, radius in radii.items() if radius >= 1)
     assert f"step {first}: spectral_radius = {radii[first]:.4g} reached 1" in printed
+
+
+def test_last_values_of_loops_are_those_of_one_step():
+    records = [
+        {
+            "step": 0,
+            "residual_norm/loop_1": 1.0,
+            "residual_norm/loop_2": 0.1,
+            "residual_norm": 0.1,
+            "gate/loop_2": 0.5,
+        },
+        {"step": 5, "residual_norm/loop_1": 9.0, "residual_norm": 9.0},
+        {"step": 6, "loss": 2.0},
+    ]
+    kept = {"step": 6, "loss": 2.0, "residual_norm/loop_1": 9.0, "residual_norm": 9.0, "gate/loop_2": 0.5}
+    assert last_values(records) == kept

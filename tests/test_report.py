@@ -508,7 +508,8 @@ def test_norms_over_training(tmp_path):
     for record in records[:20]:
         for block in ("lm_head", "core.0.mlp", "core.1.mlp", "core.1.self_attn", "core.2.mlp", "core.2.self_attn"):
             record[f"gradient_norm/{block}"] = 0.5 + record["step"]
-        record |= {f"state_norm/loop_{k}": 8.0 * k for k in (1, 2, 3)}
+        deepest = 3 if record["step"] < 19 else 2  # as where depths are drawn
+        record |= {f"state_norm/loop_{k}": 8.0 * k for k in range(1, deepest + 1)}
     records[1]["gradient_norm"] = 0.25
     del records[2]["gradient_norm"]  # as where it was no number
     (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
@@ -520,6 +521,7 @@ def test_norms_over_training(tmp_path):
     (shallow / "metrics.jsonl").write_text(json.dumps(record) + "\n")
     html = make_report([run, shallow]).read_text()
     assert "<title>run: step 3, ‖h‖ 24</title>" in html and "<title>shallow: step 0, ‖h‖ 10</title>" in html
+    assert "<title>run: step 19, ‖h‖ 16</title>" in html
     folder = RunFolder(run, "run")
     assert gradient_blocks(folder, None) == ["lm_head", "core.0.mlp", "core.1.mlp", "core.1.self_attn"]
     assert gradient_blocks(folder, 3)[2:] == ["core.2.mlp", "core.2.self_attn"]

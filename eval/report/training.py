@@ -10,6 +10,7 @@ from looped_eval.common.run_folder import BITS_AT, LOSS_AT, RunError, RunFolder
 from looped_eval.diagnose.figures import layer_name
 from looped_recipes.common.axis import written
 from looped_recipes.common.chart import Chart, Line, named, on_one_scale
+from looped_recipes.common.metrics import last_by_number
 
 from . import seeds
 from .about import depth_table, missing, number, pretrain
@@ -158,10 +159,7 @@ def gradients(runs: list[RunFolder], layer: int | None = None, clipped: bool = F
 
     layer: counted from 1; None is the middle one. clipped: draw the gradients after clipping.
     """
-    last = []
-    for i, run in enumerate(runs):
-        depth = max(run.last_by_number("state_norm/loop_"), default=1)
-        last.append(Line(run.name, list(zip(*run.series(f"state_norm/loop_{depth}"))), named(i)))
+    last = [Line(run.name, after_last_loops(run), named(i)) for i, run in enumerate(runs)]
     first = series_of(runs, "state_norm/loop_1")
     charts = [
         Chart("State after the first loop", "step", "‖h‖", first, log_y=True),
@@ -183,6 +181,12 @@ def gradients(runs: list[RunFolder], layer: int | None = None, clipped: bool = F
     if all(chart.is_empty for chart in charts):
         return None
     return Section("Norms over training", [Text(f"Gradients {when} clipping."), Charts(charts)])
+
+
+def after_last_loops(run: RunFolder) -> list[tuple[int, float]]:
+    """Return (step, norm of the state after the last loop), of steps that may run different numbers of loops."""
+    norms = ((record["step"], last_by_number([record], "state_norm/loop_")) for record in run.records)
+    return [(step, of_loops[max(of_loops)]) for step, of_loops in norms if of_loops]
 
 
 def gradient_blocks(run: RunFolder, layer: int | None) -> list[str]:

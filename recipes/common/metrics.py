@@ -13,6 +13,7 @@ from .files import append_line, write_whole
 
 
 DIVERGED = "diverged.txt"  # in the folder of a run that diverged: why
+OF_A_LOOP = re.compile(r"(.+/loop_)\d+$")  # e.g. residual_norm/loop_3
 
 
 class MetricsLog:
@@ -89,10 +90,13 @@ def read_lines(path: str | Path) -> tuple[list[dict], list[int]]:
 
 
 def last_values(records: list[dict]) -> dict:
-    """Return the last value of each metric, from any record."""
-    last = {}
+    """Return the last value of each metric, from any record. Those of the single loops are of one record: an earlier
+    step may have run more loops."""
+    last: dict = {}
     for record in records:
-        last.update(record)
+        replaced = {match[1] for key in record if (match := OF_A_LOOP.match(key))}
+        kept = {key: value for key, value in last.items() if key.rstrip("0123456789") not in replaced}
+        last = kept | record
     return last
 
 
