@@ -1164,6 +1164,16 @@ def test_hidden_files_of_a_folder_are_no_data(tmp_path):
     assert load(tmp_path) == ["a"]
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "*.jsonl", "inner"])
+def test_a_source_is_the_same_from_another_folder(name, tmp_path, monkeypatch):
+    """Its shards were prepared anew for `looped halting` and others that were called from elsewhere."""
+    for path in ("a.jsonl", "inner/b.jsonl"):
+        write_jsonl(tmp_path / path, ["a"])
+    monkeypatch.chdir(tmp_path)
+    near = sources.training_source(DataConfig(source=name)).settings()
+    assert near == sources.training_source(DataConfig(source=str(tmp_path / name))).settings()
+
+
 def test_the_folder_where_one_is_can_be_a_source(tmp_path, monkeypatch):
     write_jsonl(tmp_path / "a.jsonl", ["a"])
     (tmp_path / "inner").mkdir()

@@ -514,7 +514,7 @@ def _digest(value) -> str:
 
 def _digest_of_files(files: list[Path]) -> str:
     stats = [(path, path.stat()) for path in files]
-    return _digest([[str(path), stat.st_size, stat.st_mtime_ns] for path, stat in stats])
+    return _digest([[str(path.absolute()), stat.st_size, stat.st_mtime_ns] for path, stat in stats])
 
 
 def join_lines(rows: Iterable[dict], document_start: str) -> Iterator[dict]:
