@@ -9,6 +9,8 @@ import shutil
 import typing
 from pathlib import Path
 from statistics import fmean
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from looped_recipes.common.axis import written
 from looped_recipes.common.files import check_writable
 from looped_recipes.common.flops import sizes
 from looped_recipes.engine.optimizers import rate_factor
+from looped_recipes.engine.run_checkpoints import RunCheckpoints
 from looped_recipes.engine.sweep_runs import load_sweep
 from looped_recipes.engine.sweeps import optima
 from looped_recipes.settings import estimates
@@ -970,6 +973,30 @@ def test_paths_of_a_run_are_those_of_the_folder_it_was_launched_in(tmp_path, mon
     assert found.tokenizer == load_recipe(RECIPES / "smoke" / "lt.yaml").data.tokenizer
     shutil.copytree("../runs/one", "copied")
     assert recipe_of_run("copied").data.source == "my.txt"
+
+
+@pytest.mark.parametrize("output", ["../x/run", "link/run", "{tmp_path}/run", "runs/run"])
+def test_a_run_notes_the_folder_it_was_launched_in(output, tmp_path, monkeypatch):
+    """The name of a run beside that folder, behind a link, or of a full path, does not tell it."""
+    for folder in ("launched/in", "disk", "elsewhere"):
+        (tmp_path / folder).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "launched" / "in")
+    Path("link").symlink_to(tmp_path / "disk")
+    output, own = output.format(tmp_path=tmp_path), {"data.source": "*.txt", "dense.path": "model"}
+    for folder in (tmp_path / "launched" / "in", tmp_path / "elsewhere"):
+        (folder / "model").mkdir()
+        (folder / "my.txt").write_text(f"a text of {folder}")
+    sizes = ["model.num_loops=2", "data.tokenizer=name/of_one"]
+    changes = {"training.output_dir": output, **own}
+    recipe = load_recipe(RECIPES / "retrofit" / "tiny" / "control.yaml", sizes, changes)
+    run = SimpleNamespace(recipe=recipe, output=Path(output), folder=Path(output, "checkpoints"), metrics=mock.Mock())
+    RunCheckpoints.write_beginning(run, 0, None)
+    folder = Path(output).resolve()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    found = recipe_of_run(folder)
+    places = {"data.source": found.data.source, "dense.path": found.dense.path}
+    assert places == {key: str(tmp_path / "launched" / "in" / value) for key, value in own.items()}
+    assert found.data.tokenizer == "name/of_one"
 
 
 def test_a_place_that_cannot_be_written_is_said_before_the_work(tmp_path, monkeypatch):

@@ -38,7 +38,7 @@ from pyarrow.types import is_null
 from tqdm import tqdm
 
 from looped_recipes.common.hub import can_only_be_path
-from looped_recipes.settings.paths import expanded
+from looped_recipes.settings.paths import expanded, matching
 from looped_recipes.settings.recipe import DataConfig, RecipeError
 from looped_recipes.settings.yaml_files import shortly
 
@@ -389,10 +389,10 @@ def local_files(name: str) -> list[Path] | None:
             raise RecipeError(f"folder {name!r} holds no data files ({', '.join(BUILDERS)})")
         return sorted(found)
     if set(name) & set("*?"):
-        found = [Path(file) for file in glob.glob(str(path).replace("[", "[[]"), recursive=True)]
-        if not any(file.is_file() for file in found):
+        found = [file for file in matching(path) if file.is_file()]
+        if not found:
             raise RecipeError(f"no file matches {name!r} (looked from {Path.cwd()})")
-        return sorted(file for file in found if file.is_file())
+        return sorted(found)
     if looks_like_path(name):
         raise RecipeError(f"there is no file or folder {name!r} (looked from {Path.cwd()})")
     if name in _PACKAGED_DATASETS_MODULES:  # it would read all files of the working directory, even pickles by pandas

@@ -9,7 +9,7 @@ from pathlib import Path
 from looped_recipes.common.files import append_line, remove_leftovers
 from looped_recipes.common.metrics import MetricsLog
 from looped_recipes.common.provenance import provenance
-from looped_recipes.settings.recipe import Recipe, RecipeError
+from looped_recipes.settings.recipe import FOLDER, LAUNCHES, Recipe, RecipeError
 
 from .background import Background
 from .checkpoint import (
@@ -87,9 +87,9 @@ class RunCheckpoints:
             remove_leftovers(folder)
         self.metrics.start(step, None if checkpoint is None else checkpoint / METRICS)
         self.recipe.save(self.output / "recipe.yaml")
-        launches = self.output / "provenance.jsonl"
+        launches = self.output / LAUNCHES
         name = name_of_run(launches)
-        append_line(launches, json.dumps({"step": step, "run": name, **provenance()}))
+        append_line(launches, json.dumps({"step": step, "run": name, FOLDER: str(Path.cwd()), **provenance()}))
         return name
 
     def load_newest(self, found: Path) -> tuple[Progress, Path]:

@@ -1,6 +1,7 @@
 """Paths in recipes and commands: `~` is the home folder, and recipes of this package are found by name."""
 
 import difflib
+import glob
 import os
 from pathlib import Path
 
@@ -17,6 +18,11 @@ def expanded(path: str | Path) -> Path:
             "name that begins so"
         )
     return Path(whole)
+
+
+def matching(path: Path) -> list[Path]:
+    """Return what is there of a name that may hold * and ?; brackets stand for themselves."""
+    return [Path(found) for found in glob.glob(str(path).replace("[", "[[]"), recursive=True)]
 
 
 def recipe_file(path: str | Path) -> Path:

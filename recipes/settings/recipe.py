@@ -22,6 +22,7 @@ from transformers import AutoConfig
 
 from looped_recipes.common.command_line import typed
 from looped_recipes.common.files import write_whole
+from looped_recipes.common.metrics import read_metrics
 from modeling_looped import LoopedConfig, LoopedForCausalLM
 from modeling_looped.formats.dense import start_from_dense
 
@@ -29,7 +30,7 @@ from .curriculum import curriculum
 from .foreign_keys import MIXTURES, place_of
 from .model_fields import FIELDS, check_model_fields, refuse_unknown_fields
 from .model_file import class_in_file
-from .paths import expanded, named_in, recipe_file
+from .paths import expanded, matching, named_in, recipe_file
 from .ranges import check_ranges
 from .relations import check_relations, decay_of_product, refuse_idle
 from .sections import (
@@ -53,6 +54,7 @@ PATHS = {
     "data": ("source", "validation_source", "tokenizer", "cache_dir"),
     "training": ("output_dir", "initialize_from", "model_file"),
 }
+LAUNCHES, FOLDER = "provenance.jsonl", "launched_in"  # file of a run, and what a line of it says of the folder
 LONGEST_CHAIN = 20  # of recipes that extend each other
 
 
@@ -179,20 +181,25 @@ def load_recipe(
 
 
 def recipe_of_run(run: str | Path) -> Recipe:
-    """Read the recipe of a finished run. Relative paths that do not exist here are looked up in the folder from which
-    the run was launched: the one in which `output_dir` leads to the run."""
+    """Read the recipe of a finished run. Its relative paths are those of the folder from which it was launched."""
     recipe, run = load_recipe(Path(run) / "recipe.yaml"), Path(run).resolve()
-    output = Path(os.path.normpath(recipe.training.output_dir)).parts  # none of "."
-    place = len(run.parts) - len(output)
-    launched_in = Path(*run.parts[:place])
-    if run.parts[place:] != output:  # the run was moved
+    launched_in = folder_of_launch(run, recipe.training.output_dir)
+    if launched_in in (None, Path.cwd()):
         return recipe
     for section, names in PATHS.items():
         for name in names:
             value = getattr(getattr(recipe, section), name)
-            if value is not None and not Path(value).exists() and (launched_in / value).exists():
+            if value is not None and matching(launched_in / value):
                 setattr(getattr(recipe, section), name, str(launched_in / value))
     return recipe
+
+
+def folder_of_launch(run: Path, output: str) -> Path | None:
+    """Return the folder in which `output` leads to the run: as the last launch has noted, or else by the name of the
+    run. None if the run was moved."""
+    noted = [Path(launch[FOLDER]) for launch in read_metrics(run / LAUNCHES)[-1:] if FOLDER in launch]
+    length = len(run.parts) - len(Path(os.path.normpath(output)).parts)  # none of "."
+    return next((each for each in (*noted, Path(*run.parts[:length])) if (each / output).resolve() == run), None)
 
 
 def split_override(override: str) -> tuple[str, typing.Any]:
