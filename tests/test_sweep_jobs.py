@@ -15,7 +15,7 @@ import pytest
 
 from looped_recipes.common.errors import CommandError
 from looped_recipes.engine import sweep_jobs
-from looped_recipes.engine.sweep_jobs import jobs_under_way
+from looped_recipes.engine.sweep_jobs import TrainingJob, jobs_under_way
 from looped_recipes.engine.sweep_runs import load_sweep
 from looped_recipes.settings.recipe import RecipeError
 from looped_recipes.settings.sweep_files import JOBS
@@ -111,36 +111,47 @@ def test_jobs_come_to_what_one_process_does(sweep, slurm, tmp_path):
 @needs_submitit
 def test_a_job_that_is_under_way_is_not_submitted_again(sweep, slurm, tmp_path):
     """The one that Slurm knows to run is; one that ended is not, nor one that Slurm has forgotten."""
+    from submitit.helpers import DelayedSubmission
+
     runs = [run for run in load_sweep(sweep("there")[0], sweep("there")[1:]) if run.same_as is None]
-    (tmp_path / "ids.json").write_text(json.dumps(dict(zip(NAMES, ["7_0", "7_1", "3"]))))
+    for run, job in zip(runs, ["7_0", "7_1", "3"]):
+        DelayedSubmission(TrainingJob(), run).dump(tmp_path / f"{job}_submitted.pkl")
     with subprocess.Popen(["sleep", "60"]) as job:
         for number in (0, 1):
             (slurm / f"pid.7_{number}").write_text(str(job.pid))
         (slurm / "ended.7_1").touch()
         under_way = jobs_under_way(tmp_path, runs)
+        of_another_grid = jobs_under_way(tmp_path, runs[1:])
         job.kill()
     (slurm / "ended.7_0").touch()
-    assert {name: job.job_id for name, job in under_way.items()} == {NAMES[0]: "7_0"}
+    assert {name: job.job_id for name, job in under_way.items()} == {NAMES[0]: "7_0"} and not of_another_grid
 
 
 @needs_submitit
-def test_jobs_of_another_grid_are_remembered(sweep, slurm, tmp_path, monkeypatch):
-    """A grid that is made smaller and larger again does not submit twice what is under way."""
-    submitted = []
+def test_jobs_are_submitted_once(sweep, slurm, tmp_path, monkeypatch):
+    """Even if the command is killed behind that, and if a grid is made smaller and larger again."""
+    from submitit import SlurmJob
+    from submitit.helpers import DelayedSubmission
 
-    def submit(job, runs):
-        submitted.extend(run.name for run in runs)
-        paths = SimpleNamespace(stderr="log")
-        return [SimpleNamespace(job_id=f"7_{run.name}", wait=lambda: None, paths=paths) for run in runs]
+    folder, submitted = tmp_path / "there" / JOBS, []
 
-    monkeypatch.setattr(sweep_jobs, "executor_of", lambda *_: SimpleNamespace(map_array=submit))
+    def submit_and_die(job, runs):
+        for run in runs:
+            DelayedSubmission(job, run).dump(folder / f"7_{len(submitted)}_submitted.pkl")
+            submitted.append(run.name)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sweep_jobs, "executor_of", lambda *_: SimpleNamespace(map_array=submit_and_die))
+    for name, value in {"done": lambda job: False, "state": "RUNNING", "wait": lambda job: None}.items():
+        monkeypatch.setattr(SlurmJob, name, value)
     runs = [run for run in load_sweep(sweep("there")[0], sweep("there")[1:]) if run.same_as is None]
-    (tmp_path / "there" / JOBS).mkdir(parents=True)
-    for grid in (runs[:2], runs[2:]):
-        with pytest.raises(CommandError, match="jobs ended before their runs did"):
+    folder.mkdir(parents=True)
+    for grid in (runs[:1], runs[1:]):
+        with pytest.raises(KeyboardInterrupt):
             sweep_jobs.train_on_slurm(grid, {})
-    ids = json.loads((tmp_path / "there" / JOBS / "ids.json").read_text())
-    assert submitted == NAMES and ids == {name: f"7_{name}" for name in NAMES}
+    with pytest.raises(CommandError, match="3 of 3 jobs ended before their runs did"):
+        sweep_jobs.train_on_slurm(runs, {})
+    assert submitted == NAMES
 
 
 @needs_submitit

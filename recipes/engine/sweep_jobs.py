@@ -3,12 +3,10 @@
 A job that is preempted or reaches its time limit is queued again and continues from the run's newest checkpoint.
 """
 
-import json
 import time
 from pathlib import Path
 
 from looped_recipes.common.errors import CommandError
-from looped_recipes.common.files import write_whole
 from looped_recipes.common.progress import progress_bar
 from looped_recipes.settings.recipe import RecipeError
 from looped_recipes.settings.sweep_files import JOBS
@@ -19,6 +17,7 @@ from .sweeps import outcome, train
 
 
 DEFAULTS = {"time": 24 * 60, "gpus_per_node": 1}
+SUBMITTED = "_submitted.pkl"  # how the names of submitit's files of jobs end, behind the id
 MOST_SECONDS = 600  # upper limit between the first signal and the end of a job
 MOST_REQUEUES = 1000  # for a run that is longer than the time limit of a job
 
@@ -58,8 +57,6 @@ def train_on_slurm(runs: list[Run], settings: dict):
     if missing:
         submitted = executor.map_array(TrainingJob(), missing)
         jobs |= {run.name: job for run, job in zip(missing, submitted)}
-        ids = {**submitted_ids(folder), **{name: job.job_id for name, job in jobs.items()}}
-        write_whole(ids_of(folder), json.dumps(ids, indent=1))
     print(
         f"{len(missing)} jobs submitted, {len(jobs) - len(missing)} under way already; what they say is in {folder}. "
         "Ctrl-C leaves them running; the same command again waits for them"
@@ -98,19 +95,12 @@ def executor_of(folder: Path, settings: dict):
 
 
 def jobs_under_way(folder: Path, runs: list[Run]) -> dict:
-    """Return the jobs that were submitted before and have not ended, by run name."""
+    """Return the jobs that were submitted before and have not ended, by run name. What submitit keeps of a job tells
+    them: without it a job trains nothing, so none is missed if a command was killed while it submitted them."""
     from submitit import SlurmJob
 
-    ids = submitted_ids(folder)
-    jobs = {run.name: SlurmJob(folder, ids[run.name]) for run in runs if run.name in ids}
+    jobs = [SlurmJob(folder, path.name.removesuffix(SUBMITTED)) for path in folder.glob(f"*{SUBMITTED}")]
     # Slurm deletes its records of jobs after a while
-    return {name: job for name, job in jobs.items() if not job.done() and job.state != "UNKNOWN"}
-
-
-def submitted_ids(folder: Path) -> dict[str, str]:
-    """Return the newest job of every run that was submitted, also of runs that another grid of the sweep had."""
-    return json.loads(ids_of(folder).read_text()) if ids_of(folder).exists() else {}
-
-
-def ids_of(folder: Path) -> Path:
-    return folder / "ids.json"
+    jobs = [job for job in jobs if not job.done() and job.state != "UNKNOWN"]
+    under_way = {job.submission().args[0].name: job for job in jobs}
+    return {run.name: under_way[run.name] for run in runs if run.name in under_way}
