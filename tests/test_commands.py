@@ -644,6 +644,26 @@ def test_what_both_models_of_own_text_have_is_no_override(tmp_path, monkeypatch)
     for override, option in instead.items():
         with pytest.raises(ValueError, match=f"{override} is of both models here: say {option} instead"):
             own_text.main([str(text), override, "--output", str(tmp_path / "out")])
+    for override in ("model.num_loops=4", "depth.sampler=poisson", "evaluation.loops=[2,3]"):
+        with pytest.raises(ValueError, match="would make both models alike in what is compared"):
+            own_text.main([str(text), override, "--output", str(tmp_path / "out")])
+
+
+def test_a_file_and_a_folder_of_own_text_have_any_name(tmp_path, monkeypatch):
+    """They are no YAML."""
+
+    class Begun(Exception):
+        pass
+
+    def begin(args, recipes):
+        raise Begun([(recipe.data.source, recipe.training.output_dir) for recipe in recipes])
+
+    monkeypatch.setattr(own_text, "number_of_steps", begin)
+    text, output = tmp_path / "my: text #1.txt", tmp_path / "[a] #2"
+    text.write_text("a b c")
+    with pytest.raises(Begun) as begun:
+        own_text.main([str(text), "--output", str(output)])
+    assert begun.value.args[0] == [(str(text), str(output / name)) for name in own_text.NAMES]
 
 
 def test_steps_of_own_text_are_timed_as_they_are_trained(monkeypatch):
@@ -661,6 +681,10 @@ def test_steps_of_own_text_are_timed_as_they_are_trained(monkeypatch):
     rows = ["training.rows_per_step=2", "training.micro_batch_size=1", "training.steps=1"]
     assert own_text.seconds_per_step(load_recipe("own_text/looped.yaml", [*small, *rows]), 0) > 0
     assert len(entered) == 6  # two micro batches in three steps
+    for rows, count in ((["training.rows_per_step=4"], 3), (["training.rows_per_step=9"], 6)):  # of 8 and fewer
+        entered.clear()
+        own_text.seconds_per_step(load_recipe("own_text/looped.yaml", [*small, *rows]), 0)
+        assert len(entered) == count
 
 
 def test_how_many_steps_of_own_text(tmp_path, monkeypatch, capsys):

@@ -15,8 +15,9 @@ from looped_recipes.data.shards import prepare
 from looped_recipes.data.sources import check_files
 from looped_recipes.engine.distributed import make_accelerator
 from looped_recipes.engine.optimizers import build_optimizers
+from looped_recipes.engine.resume import differing
 from looped_recipes.engine.training import Pretraining
-from looped_recipes.settings.recipe import Recipe, load_recipe
+from looped_recipes.settings.recipe import Recipe, load_recipe, recipe_of_run
 from looped_recipes.settings.sections import LENGTHS
 from modeling_looped import LoopedForCausalLM
 
@@ -36,14 +37,14 @@ def seconds_per_step(recipe: Recipe, minutes: float) -> float:
     accelerator = make_accelerator()
     model = LoopedForCausalLM(recipe.model_config()).to(accelerator.device).train()
     optimizers = build_optimizers(model, recipe.optimizer, recipe.training.steps)
-    size = (recipe.training.micro_batch_size, recipe.data.sequence_length)
+    size = (recipe.training.rows_per_step, recipe.data.sequence_length)
     rows = torch.randint(model.config.vocab_size, size, device=accelerator.device)
     end, seconds = time.perf_counter() + 60 * minutes, []
     while len(seconds) < 3 or time.perf_counter() < end:
         start = time.perf_counter()
-        for _ in range(recipe.training.rows_per_step // recipe.training.micro_batch_size):
+        for some in rows.split(recipe.training.micro_batch_size):
             with accelerator.autocast():
-                loss = model(rows, labels=rows, output_logits=False, use_cache=False).loss
+                loss = model(some, labels=some, output_logits=False, use_cache=False).loss
             loss.backward()
         for optimizer in optimizers:
             optimizer.step()
@@ -59,7 +60,7 @@ def number_of_steps(args, recipes: list[Recipe]) -> int:
     for recipe in recipes:
         begun = Path(recipe.training.output_dir) / "recipe.yaml"
         if begun.is_file():
-            before = load_recipe(begun)
+            before = recipe_of_run(begun.parent)
             if Path(before.data.source).resolve() != Path(recipe.data.source).resolve():
                 raise ValueError(
                     f"{args.output} has models of {before.data.source}: choose another folder for those of "
@@ -101,19 +102,27 @@ def main(arguments: list[str] | None = None) -> dict:
 
     check_files(args.text)
     of_both = {"data.source": "FILE", "training.output_dir": "--output"}
-    of_both |= {f"training.{name}": "--minutes" for name in LENGTHS}
+    of_both |= {f"training.{name}": "--minutes" for name in (*LENGTHS, "stop_after")}
+    apart = {name for name, *_ in differing(*(load_recipe(HERE / f"{name}.yaml").to_dict() for name in NAMES))}
     for override in args.overrides:
         if (key := override.partition("=")[0]) in of_both:
             raise ValueError(f"{override} is of both models here: say {of_both[key]} instead")
+        if key in apart:
+            raise ValueError(
+                f"{override} would make both models alike in what is compared: leave it out, or train recipes of your "
+                "own with `looped pretrain`"
+            )
 
-    def recipe(name: str, *more: str) -> Recipe:
-        own = [f"data.source={args.text}", f"training.output_dir={args.output / name}"]
-        return load_recipe(HERE / f"{name}.yaml", [*own, *args.overrides, *more])
+    def recipe(name: str) -> Recipe:
+        own = {"data.source": args.text, "training.output_dir": str(args.output / name)}
+        return load_recipe(HERE / f"{name}.yaml", args.overrides, own)
 
-    steps = f"training.steps={number_of_steps(args, [recipe(name) for name in NAMES])}"
+    recipes = {name: recipe(name) for name in NAMES}
+    steps = number_of_steps(args, list(recipes.values()))
     result, flops = {}, {}
     for name in NAMES:
-        run = Pretraining(recipe(name, steps))
+        recipes[name].training.steps = steps
+        run = Pretraining(recipes[name])
         print(f"{name}: {sizes(run.config).total:,} parameters, {run.total_steps} steps")
         run.train()
         result[name] = held_out(run)
