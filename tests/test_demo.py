@@ -7,6 +7,7 @@ import sys
 import xml.etree.ElementTree as ElementTree
 from copy import deepcopy
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from looped_recipes.common.metrics import last_validation, read_metrics
 from looped_recipes.demo import __main__ as main_file
-from looped_recipes.demo import command, hops, options
+from looped_recipes.demo import command, hops, options, text
 from looped_recipes.demo.page import finding, page, path_of, text_finding
 from looped_recipes.demo.picture import picture
 
@@ -140,7 +141,32 @@ def test_a_mistake_in_the_settings_is_told_before_anything_is_trained(tmp_path, 
     monkeypatch.setattr(hops, "train_models", lambda *arguments: pytest.fail("training began"))
     with pytest.raises(ValueError, match="in training: .stepz."):
         command.run_demo(tmp_path / "run", ["training.stepz=3"])
+    said = {"training.output_dir=x": "say --output", "evaluation.loops=[2,4]": r"\[2, 4\] lacks 1, and"}
+    said |= {"model.num_loops=12": "lacks 12, .* with the 12 that it trains", "training.stop_after=3": "it goes on"}
+    for setting, answer in said.items():
+        with pytest.raises(ValueError, match=answer):
+            command.run_demo(tmp_path / "run", [setting])
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name", ["2024", "[a] #2", "a: b"])
+def test_the_folder_of_the_demo_has_any_name(name, tmp_path, monkeypatch):
+    """It is no YAML."""
+    monkeypatch.chdir(tmp_path)
+    trained = []
+    monkeypatch.setattr(hops, "train", lambda recipe: trained.append(recipe) or mock.Mock())
+    hops.train_models(Path(name), [], 3)
+    trained.append(text.recipe_of(Path(name), []))
+    places = [f"{name}", f"{name}/one_loop", name]
+    assert [recipe.training.output_dir for recipe in trained] == places
+    assert trained[1].data.source == f"{name}/questions.jsonl" and trained[1].model["num_loops"] == 1
+
+
+def test_a_question_is_of_the_letters_that_were_trained(tmp_path, monkeypatch):
+    (tmp_path / "config.json").touch()
+    monkeypatch.setattr(hops, "Answerer", lambda folder: None)
+    with pytest.raises(ValueError, match="'xy yz ; x1' is not a question of this model: .* from a to h"):
+        hops.ask(tmp_path, "xy yz ; x1")
 
 
 def test_exits_are_at_the_first_certain_loop():
@@ -160,8 +186,8 @@ def test_the_picture_of_the_readme_is_that_of_the_measured_numbers():
 
 @pytest.mark.slow
 def test_demo_learns_at_every_depth_and_leaves_models(tmp_path, capsys):
-    text = [f"def add_{i}(a, b):\n    return a + b + {i}\n" * 8 for i in range(60)]
-    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": document}) + "\n" for document in text))
+    texts = [f"def add_{i}(a, b):\n    return a + b + {i}\n" * 8 for i in range(60)]
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": document}) + "\n" for document in texts))
     output = tmp_path / "run"
     found = command.run_demo(
         output,

@@ -19,12 +19,13 @@ from looped_recipes.common.files import write_whole
 from looped_recipes.common.words import counted
 from looped_recipes.demo.training import train
 from looped_recipes.settings.recipe import load_recipe
+from looped_recipes.settings.sweep_files import OUTPUT
 from modeling_looped.exit_criteria import ExitRule
 
 
 RECIPE = Path(__file__).with_name("hops.yaml")
 HOPS = [1, 2, 3, 4]
-FORM = r"[a-z]{2}( [a-z]{2})* ; [a-z][1-9]"  # format of a question
+FORM = r"[a-h]{2}( [a-h]{2})* ; [a-h][1-9]"  # format of a question
 
 
 def train_models(output: Path, settings: Sequence[str], num_documents: int) -> tuple[Path, Path, dict]:
@@ -33,11 +34,10 @@ def train_models(output: Path, settings: Sequence[str], num_documents: int) -> t
     if not questions.exists():
         texts = documents("p_hop", num_documents)
         write_whole(questions, "".join(json.dumps({"text": text}) + "\n" for text in texts))
-    data = {"source": questions, "cache_dir": output / "shards"}
-    shared = [*(f"data.{key}={value}" for key, value in data.items()), *settings]
-    looped = train(load_recipe(RECIPE, [*shared, f"training.output_dir={output}"]))
-    one_loop = ["model.num_loops=1", "evaluation.loops=[1]", f"training.output_dir={output / 'one_loop'}"]
-    control = train(load_recipe(RECIPE, [*shared, *one_loop]))
+    data = {"data.source": str(questions), "data.cache_dir": str(output / "shards")}
+    looped = train(load_recipe(RECIPE, settings, {**data, OUTPUT: str(output)}))
+    one_loop = {"model.num_loops": 1, "evaluation.loops": [1], OUTPUT: str(output / "one_loop")}
+    control = train(load_recipe(RECIPE, settings, {**data, **one_loop}))
     facts = {
         "parameters": looped.parameters,
         "loops": looped.loops,
@@ -109,7 +109,8 @@ def ask(folder: Path, question: str):
     model = Answerer(folder)
     if question and not re.fullmatch(FORM, question):
         raise ValueError(
-            f"{question!r} is not a question of this model: write which symbol follows which, and one question, e.g. "
+            f"{question!r} is not a question of this model: write which letter from a to h follows which, and one "
+            "question, e.g. "
             "'cd fa ec bh hf ge ag db ; h2', what stands two steps after h"
         )
     # questions that are not on the page; their numbers differ, because the number determines the answer

@@ -12,11 +12,22 @@ from looped_recipes.settings.recipe import Recipe, load_recipe
 
 
 RECIPE = Path(__file__).with_name("text.yaml")
+INSTEAD = {"training.output_dir": "say --output", "training.stop_after": "Ctrl-C stops it, and it goes on"}
 PROMPT = 'def read(self, size=-1):\n    """'
 
 
 def recipe_of(output: Path, settings: Sequence[str]) -> Recipe:
-    return load_recipe(RECIPE, [*settings, f"training.output_dir={output}"])
+    for setting in settings:
+        if (key := setting.partition("=")[0]) in INSTEAD:
+            raise ValueError(f"{setting} would have no place in the demo: {INSTEAD[key]}")
+    recipe = load_recipe(RECIPE, settings, {"training.output_dir": str(output)})
+    trained = recipe.model_config().num_loops
+    if missing := {1, trained} - set(recipe.evaluation.loops or (1, trained)):
+        raise ValueError(
+            f"evaluation.loops={recipe.evaluation.loops} lacks {missing.pop()}, and the demo compares 1 loop with the "
+            f"{trained} that it trains: add it"
+        )
+    return recipe
 
 
 def train_model(output: Path, settings: Sequence[str]) -> Trained:
