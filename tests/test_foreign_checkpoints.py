@@ -274,3 +274,24 @@ def test_what_cannot_be_converted_is_said(tmp_path):
     meta.write_text(meta.read_text().replace('"n_layer": 3', '"n_layer": 2'))
     with pytest.raises(ValueError, match="do not agree on model.core.2"):
         read_training_checkpoint(tmp_path / "flt")
+
+
+def test_checkpoints_of_other_codes_are_refused(tmp_path):
+    """Such as nanochat's, from which that of the Fully Looped Transformer was made, and any that ends with .pt."""
+    others = {"other.pt": {"state_dict": {}}, "a_list.pt": [1, 2]}
+    for name, content in others.items():
+        torch.save(content, tmp_path / name)
+    tensors = {"of_one": "resid_lambdas", "of_another": "transformer.h.0.attn.ve_gate.weight"}
+    for name, tensor in tensors.items():
+        (tmp_path / name).mkdir()
+        fully_looped_checkpoint(tmp_path / name)
+        torch.save({tensor: torch.zeros(2)}, tmp_path / name / "model_000120.pt")
+    settings = {"nanochat": ('"model_type": "FLT", ', ""), "new_loss": ("END", "NEW"), "cut": ('"FLT"', "")}
+    for name, (old, new) in settings.items():
+        (tmp_path / name).mkdir()
+        fully_looped_checkpoint(tmp_path / name)
+        meta = tmp_path / name / "meta_000120.json"
+        meta.write_text(meta.read_text().replace(old, new))
+    for name in (*others, *tensors, *settings):
+        with pytest.raises(ValueError, match=f"{name} is not what the training code of .* saves .*: check it"):
+            read_training_checkpoint(tmp_path / name)

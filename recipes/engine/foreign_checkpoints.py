@@ -33,7 +33,13 @@ def read_training_checkpoint(source: str | Path, num_loops: int | None = None) -
     if num_loops is not None and num_loops < 1:
         raise ValueError(f"num_loops must be at least 1, got {num_loops}")
     files = files_of_fully_looped(source)
-    trained = readout(file_of_readout(source)) if files is None else fully_looped(*files)
+    try:
+        trained = readout(file_of_readout(source)) if files is None else fully_looped(*files)
+    except (LookupError, TypeError, AttributeError, json.JSONDecodeError) as error:
+        raise ValueError(
+            f"{source} is not what the training code of the Fully Looped Transformer, or that of the readout paper, "
+            f"saves ({type(error).__name__}: {error}): check it, and name a model in another format by its folder"
+        ) from error
     config = trained.model.config
     config.trained_num_loops = config.num_loops
     config.num_loops = config.num_loops if num_loops is None else num_loops
@@ -112,7 +118,7 @@ def fully_looped(file: Path, meta: Path) -> Trained:
             ours = "model.embed_tokens.weight" if "wte" in name else name
             tensors[ours] = tensor[: config.vocab_size].float()  # the other rows pad it to a multiple of 64
             continue
-        layer, part = name.removeprefix("transformer.h.").removesuffix(".weight").split(".", 1)
+        layer, _, part = name.removeprefix("transformer.h.").removesuffix(".weight").partition(".")
         ours = OF_LAYERS[part]
         turned = ours.endswith(("q_proj", "k_proj"))
         tensors[f"model.core.{layer}.{ours}.weight"] = (
