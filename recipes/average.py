@@ -80,7 +80,7 @@ def open_model(place: str, trust_remote_code: bool):
     from looped_recipes.convert import stored_dtype
     from looped_recipes.engine.finite import first_nonfinite
     from modeling_looped import LoopedForCausalLM
-    from modeling_looped.formats.writing import refuse_quantized
+    from modeling_looped.formats.writing import refuse_adapter, refuse_quantized
 
     stored = stored_dtype(place)
     dtype = torch.promote_types(stored, torch.float32)
@@ -88,8 +88,7 @@ def open_model(place: str, trust_remote_code: bool):
         place, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True
     )
     refuse_quantized(model)
-    if model._hf_peft_config_loaded:
-        raise ValueError(f"{place} has an adapter beside its weights: merge it, and average what that gives")
+    refuse_adapter(model)
     if others := sorted({*info["missing_keys"], *info["unexpected_keys"]}):
         raise ValueError(
             f"{place} is not of {type(model).__name__}, where {others[0]} would be new or left out: name causal "

@@ -20,6 +20,7 @@ go along. Published models:
 from functools import reduce
 from pathlib import Path
 
+from looped_recipes.common.checksums import check_folder
 from looped_recipes.common.command_line import Parser, run_command, say_result, typed
 from looped_recipes.common.hub import check_source, is_training_checkpoint, model_inside
 
@@ -57,10 +58,18 @@ def convert(
     if not is_of_training:
         source = model_inside(str(source))
         check_source(source)
+        check_folder(source)
     from looped_recipes.engine.foreign_checkpoints import read_training_checkpoint
     from modeling_looped import LoopedForCausalLM
     from modeling_looped.formats.folder import TOKENIZER_FILES, find_file
-    from modeling_looped.formats.writing import check_new, copy_tokenizer, refuse_quantized, save_public, whole_folder
+    from modeling_looped.formats.writing import (
+        check_new,
+        copy_tokenizer,
+        refuse_adapter,
+        refuse_quantized,
+        save_public,
+        whole_folder,
+    )
 
     check_new(Path(out))  # before much is read
     if tokenizer is not None and all(find_file(tokenizer, name, {}) is None for name in TOKENIZER_FILES):
@@ -72,6 +81,7 @@ def convert(
     else:
         model = LoopedForCausalLM.from_pretrained(source, dtype=stored_dtype(source), **depth)
         refuse_quantized(model)
+        refuse_adapter(model)
     tokenizer_of = tokenizer or source
     if to is not None:
         save_public(model, out, to, unroll, tokenizer_of)

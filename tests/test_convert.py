@@ -4,10 +4,12 @@ import json
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors import SafetensorError
 from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from looped_recipes.common import hub
+from looped_recipes.common.checksums import write_checksums
 from looped_recipes.convert import main
 from modeling_looped import LoopedConfig, LoopedForCausalLM, save_public
 from modeling_looped.formats import writing
@@ -150,6 +152,26 @@ def test_quantized_weights_are_refused(to, tmp_path):
         with pytest.raises(ValueError, match="weights of .*ours are quantized"):
             save_public(LoopedForCausalLM.from_pretrained(tmp_path / "ours"), tmp_path / "out", to)
     assert [path.name for path in tmp_path.iterdir()] == ["ours"]
+
+
+@pytest.mark.parametrize("to", [None, "llama", "nanbeige"])
+def test_an_adapter_beside_the_weights_is_refused(to, tmp_path):
+    """Its matrices were written beside those that it adapts, under names that no program reads."""
+    folder = tmp_path / "ours"
+    tiny_model(num_loops=1).save_pretrained(folder)
+    get_peft_model(LoopedForCausalLM.from_pretrained(folder), LoraConfig()).save_pretrained(folder)
+    with pytest.raises(ValueError, match="ours has an adapter beside its weights: merge it"):
+        run(folder, tmp_path / "out", *(["--to", to] if to else []))
+    assert [path.name for path in tmp_path.iterdir()] == ["ours"]
+
+
+def test_a_model_that_a_disk_has_changed_is_refused(tmp_path):
+    tiny_model().save_pretrained(tmp_path / "ours")
+    write_checksums(tmp_path / "ours")
+    weights = tmp_path / "ours" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"!")
+    with pytest.raises(ValueError, match="model.safetensors has the checksum"):
+        run(tmp_path / "ours", tmp_path / "out")
 
 
 def test_a_saved_depth_is_not_left_out(tmp_path):

@@ -39,6 +39,7 @@ def save_public(model, folder, to: str, unroll: bool = False, tokenizer_of=None)
     if unroll and to != LLAMA.name:
         raise ValueError(f"unroll is of llama, which has no loops; {to!r} has")
     refuse_quantized(model)
+    refuse_adapter(model)
     refuse_offloaded(model)
     layout, config, tensors = LAYOUTS[to], model.config, model.state_dict()
     generation = getattr(model, "generation_config", None)
@@ -62,6 +63,14 @@ def refuse_quantized(model):
         raise ValueError(
             f"the weights of {model.config.name_or_path or 'the model'} are quantized: convert the model as it was "
             "before, and quantize the result"
+        )
+
+
+def refuse_adapter(model):
+    if model._hf_peft_config_loaded:
+        raise ValueError(
+            f"{model.config.name_or_path or 'the model'} has an adapter beside its weights: merge it, and take what "
+            "that gives"
         )
 
 
