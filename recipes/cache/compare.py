@@ -78,7 +78,10 @@ def measure(folder: Path) -> dict:
 
 def main(arguments: list[str]):
     print_help(arguments, __doc__)
-    runs = {folder.parent.name: measure(folder.parent) for folder in sorted(Path(arguments[0]).glob("*/final"))}
+    folders = [folder.parent for folder in sorted(Path(arguments[0]).glob("*/final"))]
+    if not folders:
+        raise ValueError(f"{arguments[0]} holds no finished runs: name the folder of the sweep")
+    runs = {folder.name: measure(folder) for folder in folders}
     means: dict[str, dict] = {}
     for run, ways in runs.items():
         model = run.rpartition("seed=")[0].rstrip("_") or "none shared"
