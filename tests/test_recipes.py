@@ -874,6 +874,23 @@ def test_numbers_inside_of_rotary_positions_are_read_as_others():
     assert recipe.model["rope_parameters"]["full_attention"] == {"rope_theta": 1e6}
 
 
+def test_whole_numbers_are_read_alike_in_every_section():
+    """YAML reads 1e4 as text, and 4.0 as a number that is not whole."""
+    whole = ["model.num_loops=4.0", "model.max_position_embeddings=1e4", "training.steps=1e2", "data.stride=7.0"]
+    recipe = load_recipe(RECIPES / "smoke/lt.yaml", whole)
+    config = recipe.model_config()
+    assert [config.num_loops, config.max_position_embeddings, recipe.training.steps, recipe.data.stride] == [
+        4,
+        10**4,
+        100,
+        7,
+    ]
+    assert load_recipe(RECIPES / "smoke/lt.yaml", ["model.rms_norm_eps=1"]).model_config().rms_norm_eps == 1
+    for setting in ("model.num_loops=2.5", "training.steps=2.5"):
+        with pytest.raises(RecipeError, match="int"):
+            load_recipe(RECIPES / "smoke/lt.yaml", [setting]).model_config()
+
+
 def test_every_number_has_its_range():
     for name, section in SECTIONS.items():
         hints = typing.get_type_hints(section)

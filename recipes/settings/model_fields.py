@@ -41,6 +41,7 @@ LARGEST = {
     "sliding_window": 2**24,
 }
 FIELDS = [field.name for field in dataclasses.fields(LoopedConfig) if field.name != "trained_num_loops"]
+WHOLE_NUMBERS = [field.name for field in dataclasses.fields(LoopedConfig) if field.type in (int, int | None)]
 OWN_FIELDS = [name for name in LoopedConfig.__annotations__ if name != "format_version"]
 OF_OTHER_USES = ("use_cache", "classifier_dropout")  # fields that training does not read
 SET_BY_TOKENIZER = ("pad_token_id", "bos_token_id", "eos_token_id")

@@ -28,7 +28,7 @@ from modeling_looped.formats.dense import start_from_dense
 
 from .curriculum import curriculum
 from .foreign_keys import MIXTURES, place_of
-from .model_fields import FIELDS, check_model_fields, refuse_unknown_fields
+from .model_fields import FIELDS, WHOLE_NUMBERS, check_model_fields, refuse_unknown_fields
 from .model_file import class_in_file
 from .paths import expanded, matching, named_in, recipe_file
 from .ranges import check_ranges
@@ -306,7 +306,7 @@ def _model_fields(fields: dict, where: str, has_own_class: bool) -> dict:
         refuse_unknown_fields(fields, where)
     fields = with_numbers(fields)
     check_model_fields({key: value for key, value in fields.items() if key in (*FIELDS, "preset")}, where)
-    return fields
+    return {name: as_whole(value) if name in WHOLE_NUMBERS else value for name, value in fields.items()}
 
 
 DECIMAL = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", re.ASCII)
@@ -317,6 +317,11 @@ def as_number(value):
     if isinstance(value, str) and len(value) < 100 and DECIMAL.fullmatch(value):
         return float(value)
     return value
+
+
+def as_whole(value):
+    """Return an int for a float without a part behind the point; return other values unchanged."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def with_numbers(value):
@@ -337,10 +342,8 @@ def _checked(value, hint, key: str, where: str):
             return value
         if option is float and not isinstance(value, bool) and isinstance(as_number(value), (int, float)):
             return _as_float(as_number(value))
-        if option is int and not isinstance(value, bool):
-            number = as_number(value)
-            if isinstance(number, int) or (isinstance(number, float) and number.is_integer()):
-                return int(number)
+        if option is int and not isinstance(value, bool) and isinstance(as_whole(as_number(value)), int):
+            return as_whole(as_number(value))
         if origin is list and isinstance(value, list):
             (item,) = typing.get_args(option)
             return [_checked(element, item, key, where) for element in value]
