@@ -303,6 +303,15 @@ def test_bits_per_byte_leave_out_the_spaces_that_a_tokenizer_adds_before_texts(m
     assert logged["validation/bits_per_byte_at_1"] == pytest.approx(bits, rel=1e-6)
 
 
+def test_validation_without_a_token_to_predict_is_no_divergence():
+    rows = plain_rows([np.full(8, START)], 4, 4, START, torch.ones(64))
+    how = {"training": SimpleNamespace(micro_batch_size=1, compile=False)}
+    recipe = SimpleNamespace(evaluation=SimpleNamespace(rows=2, loops=[1]), **how)
+    model = tiny_model(vocab_size=64)
+    with pytest.raises(RecipeError, match="none of the 2 rows of validation has a token to predict"):
+        validate(Accelerator(cpu=True), model, model.config, recipe, rows)
+
+
 @pytest.mark.parametrize("cropped", ["keep", "drop"])
 def test_best_fit_wastes_no_token_on_padding(make_data, cropped):
     prepared = shards.prepare(make_data(packing="best_fit", cropped=cropped))

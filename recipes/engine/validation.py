@@ -10,7 +10,7 @@ from looped_recipes.common.metrics import depth_of_loss
 from looped_recipes.common.ratios import ratio, standard_error
 from looped_recipes.common.token_losses import next_token_losses
 from looped_recipes.data.packing import PackedRows
-from looped_recipes.settings.recipe import Recipe
+from looped_recipes.settings.recipe import Recipe, RecipeError
 from modeling_looped.cross_entropy import IGNORE_INDEX
 
 from .compiling import begin_step
@@ -55,6 +55,8 @@ def validate(accelerator: Accelerator, model, config, recipe: Recipe, validation
     sums, labels, nats, bytes_of_rows = (
         accelerator.reduce(t, reduction="sum") for t in (sums, labels, nats, bytes_of_rows)
     )
+    if not labels:
+        raise RecipeError(f"none of the {count} rows of validation has a token to predict: choose another text for it")
     bits, errors = (f(nats, bytes_of_rows) / math.log(2) for f in (ratio, standard_error))
     metrics = {}
     for i, k in enumerate(loops):
