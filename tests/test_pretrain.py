@@ -13,14 +13,11 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
-import accelerate
 import numpy as np
 import pytest
 import torch
 import yaml
 from accelerate.state import AcceleratorState, PartialState
-from accelerate.tracking import GeneralTracker
-from accelerate.utils import LoggerType
 from huggingface_hub import ModelCard
 from huggingface_hub.errors import LocalTokenNotFoundError
 from huggingface_hub.utils import filter_repo_objects
@@ -49,7 +46,7 @@ from looped_recipes.settings.recipe import RecipeError, load_recipe
 from modeling_looped import LoopedConfig, LoopedForCausalLM
 from tests.helpers import quick_and_slow
 from tests.helpers_data import plain_rows
-from tests.helpers_pretrain import SMOKE, logged_losses, logged_values, smoke_settings
+from tests.helpers_pretrain import SMOKE, logged_losses, logged_values, replace_wandb, smoke_settings
 from tests.helpers_processes import ROOT, import_paths, run_and_kill
 
 
@@ -377,40 +374,24 @@ def test_trackers_are_told_what_metrics_jsonl_is(training_text, tmp_path, monkey
         assert len(written) >= 1 and told == [(step, pytest.approx(value)) for step, value in written], key
 
 
-class Tracker(GeneralTracker):
-    """Stands for Weights & Biases and the like; it fails at step 3."""
-
-    name, requires_logging_directory, started = "wandb", False, []
-
-    def __init__(self, project, **arguments):
-        super().__init__()
-        self.logged = []
-        self.started.append((arguments, self.logged))
-
-    tracker = property(lambda self: None)
-
-    def store_init_configuration(self, values):
-        assert values["training.steps"] in (2, 5)
-
-    def log(self, values, step):
-        if step == 3:
-            raise OSError("no room")
-        self.logged.append(step)
-
-    def finish(self):
-        raise OSError("no connection")
-
-
 def test_a_run_goes_on_in_its_trackers_and_after_they_fail(training_text, tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(accelerate.tracking.LOGGER_TYPE_TO_CLASS, "wandb", Tracker)
-    monkeypatch.setattr(accelerate.tracking, "get_available_trackers", lambda: [LoggerType.WANDB])
+    told = {what: [] for what in ("start", "settings", "log", "end")}
+
+    def hear(what, value):
+        told[what].append(value)
+        if what == "end" or value == 3:
+            raise OSError("no connection" if what == "end" else "no room")
+
+    replace_wandb(monkeypatch, hear)
     for steps in (2, 5):
+        told["log"].clear()
         more = ["logging.trackers=[wandb]", f"training.steps={steps}", "evaluation.every=5"]
         main([str(SMOKE / "lt.yaml"), *smoke_settings(training_text, tmp_path / "run", *more)])
-    (first, _), (second, logged) = Tracker.started
+    first, second = told["start"]
+    assert [settings["training.steps"] for settings in told["settings"]] == [2, 5]
     assert first == second and first["resume"] == "allow" and first["name"] == f"run-{first['id']}"
     failures = re.findall(r"wandb failed (.*) and gets", capsys.readouterr().err)
-    assert logged == [2] and failures == ["at the end (no connection)", "at step 3 (no room)"]
+    assert told["log"] == [2, 3] and failures == ["at the end (no connection)", "at step 3 (no room)"]
 
 
 def steps_of(recipe, accelerator):

@@ -9,11 +9,8 @@ from itertools import product
 from pathlib import Path
 from unittest import mock
 
-import accelerate
 import pytest
 from accelerate.state import AcceleratorState, PartialState
-from accelerate.tracking import GeneralTracker
-from accelerate.utils import LoggerType
 
 from looped_recipes.common.metrics import DIVERGED
 from looped_recipes.common.replicas import Outcome, Replicas
@@ -25,7 +22,7 @@ from looped_recipes.settings import sweep_files
 from looped_recipes.settings.recipe import RecipeError
 from looped_recipes.settings.sweep_files import Plot, read_sweep
 from looped_recipes.sweep import run_sweep
-from tests.helpers_pretrain import smoke_settings
+from tests.helpers_pretrain import replace_wandb, smoke_settings
 from tests.helpers_recipes import RECIPES, runs_of_sweep
 
 
@@ -268,37 +265,18 @@ def test_a_run_that_stopped_is_recorded_with_its_reason(tmp_path):
     assert outcome(run)["diverged"] == "the loss of step 3 is nan" and outcome(run)["loss"] is None
 
 
-class Tracker(GeneralTracker):
-    """Stands for Weights & Biases, which takes a run that begins before the last has ended for the same one."""
-
-    name, requires_logging_directory, said = "wandb", False, []
-
-    def __init__(self, project, **arguments):
-        super().__init__()
-        self.said.append(arguments["name"].rpartition("-")[0])
-
-    tracker = property(lambda self: None)
-
-    def store_init_configuration(self, values):
-        pass
-
-    def log(self, values, step):
-        pass
-
-    def finish(self):
-        self.said.append("end")
-
-
 def test_a_run_that_diverges_ends_in_its_trackers_before_the_next(training_text, tmp_path, monkeypatch):
-    monkeypatch.setitem(accelerate.tracking.LOGGER_TYPE_TO_CLASS, "wandb", Tracker)
-    monkeypatch.setattr(accelerate.tracking, "get_available_trackers", lambda: [LoggerType.WANDB])
+    """It takes a run that begins before the last has ended for the same one."""
+    told = []
+    replace_wandb(monkeypatch, lambda *what: told.append(what))
     runs = "runs: [{name: high, optimizer.lr: 1.0e+20}, {name: low, optimizer.lr: 0.001}]\n"
     path = tmp_path / "a.sweep.yaml"
     path.write_text(f"recipe: {RECIPES / 'smoke' / 'huginn.yaml'}\n{runs}")
     more = ["training.steps=3", "logging.trackers=[wandb]"]
     run_sweep(str(path), smoke_settings(training_text, tmp_path / "runs", *more), None)
     assert (tmp_path / "runs" / "high" / DIVERGED).exists()
-    assert Tracker.said == ["high", "end", "low", "end"]
+    told = [(what, value and value["name"].rpartition("-")[0]) for what, value in told if what in ("start", "end")]
+    assert told == [("start", "high"), ("end", None), ("start", "low"), ("end", None)]
 
 
 @pytest.mark.parametrize("process", [0, 1])
