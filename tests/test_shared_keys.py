@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import DynamicCache
 
 from looped_eval.common.hooks import last_state, trace
-from looped_recipes.cache import memory
+from looped_recipes.cache import compare, memory
 from looped_recipes.common.flops import cache_numbers_per_token, forward_flops_per_token
 from looped_recipes.settings.recipe import RecipeError, load_recipe
 from looped_recipes.settings.run_checks import check_run
@@ -134,6 +134,13 @@ def test_how_deep_a_cache_is_of_loops_that_share():
     cache = model(ids[:, :4]).cache
     with pytest.raises(ValueError, match="num_loops=3 is deeper than the 2 loops that the cache holds"):
         model(ids[:, 4:], cache=cache, num_loops=3)
+
+
+def test_a_comparison_of_no_runs_leaves_results_as_they_are(tmp_path):
+    (tmp_path / "results.json").write_text("of before")
+    with pytest.raises(ValueError, match="holds no finished runs: name the folder of the sweep"):
+        compare.main([str(tmp_path), str(tmp_path / "results.json")])
+    assert (tmp_path / "results.json").read_text() == "of before"
 
 
 def test_the_table_of_presets(capsys):
