@@ -20,6 +20,7 @@ from looped_eval.harness.looped_lm import LoopedLM
 from looped_eval.show_loops.command import main as show
 from looped_recipes.common.metrics import read_metrics
 from looped_recipes.engine.checkpoint import CheckpointError
+from looped_recipes.engine.resume import checksum_of_code
 from looped_recipes.engine.training import Pretraining
 from looped_recipes.export import main as export
 from looped_recipes.pretrain import main
@@ -508,6 +509,18 @@ def test_the_code_beside_the_weights_is_that_of_the_run(written, training_text, 
     settings = smoke_settings(training_text, tmp_path / "run", *own)
     main([str(SMOKE / "lt.yaml"), *settings])
     assert (tmp_path / "run" / "final" / "own_gated.py").read_text() == CODE
+
+
+def test_the_code_that_is_compared_is_that_of_the_run(written):
+    """Not that of a file that was edited while the data of the run were prepared."""
+    path = written(CODE)
+    recipe = load_recipe(SMOKE / "lt.yaml", [f"training.model_file={path}"])
+    before = checksum_of_code(recipe)
+    class_in_file(path)
+    Path(path).write_text(CODE + "# changed\n")
+    assert checksum_of_code(recipe) == before
+    MODULES.pop(Path(path).resolve())
+    assert checksum_of_code(recipe) != before
 
 
 def test_a_sweep_knows_the_class_and_the_code_of_its_results(written, training_text, tmp_path):

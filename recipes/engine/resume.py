@@ -14,11 +14,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import xxhash
 import yaml
 
-from looped_recipes.common.checksums import checksum
 from looped_recipes.common.metrics import read_metrics
 from looped_recipes.common.provenance import commit, versions
+from looped_recipes.settings.model_file import code_of
 from looped_recipes.settings.recipe import Recipe
 from looped_recipes.settings.sections import (
     COMPARED_TRAINING,
@@ -81,8 +82,8 @@ def masked_by_ends(recipe: Recipe, data) -> bool | None:
 
 def checksum_of_code(recipe: Recipe) -> str | None:
     """Return the checksum of the user's own code; None where there is none, or no longer."""
-    file = recipe.training.model_file
-    return checksum(file) if file is not None and Path(file).is_file() else None
+    code = None if recipe.training.model_file is None else code_of(recipe.training.model_file)
+    return None if code is None else xxhash.xxh3_64_hexdigest(code)
 
 
 def sample_of_rows(rows) -> str:

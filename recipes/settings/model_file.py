@@ -49,6 +49,14 @@ def class_in_file(name: str | None) -> type[LoopedForCausalLM]:
     return model_class
 
 
+def code_of(name: str) -> bytes | None:
+    """Return the code of a file as this process has imported it, else as it is now; None where it is no longer."""
+    path = Path(name).resolve()
+    if path in MODULES:
+        return MODULES[path].CODE
+    return path.read_bytes() if path.is_file() else None
+
+
 def imported(path: Path) -> ModuleType:
     known = importlib.util.find_spec(path.stem)
     if known is not None and known.origin != str(path):
