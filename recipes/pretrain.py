@@ -23,9 +23,10 @@ def main(arguments: list[str]) -> Path:
     from looped_recipes.engine.optimizers import refuse_idle_rate
     from looped_recipes.engine.peers import one_message
     from looped_recipes.engine.training import Pretraining
-    from looped_recipes.settings.recipe import load_recipe
+    from looped_recipes.settings.recipe import load_recipe, refuse_another_place
 
     recipe = load_recipe(arguments[0], arguments[1:])
+    refuse_another_place(arguments[0], recipe)
     with one_message():
         refuse_idle_rate(recipe, {override.partition("=")[0] for override in arguments[1:]})
         run = Pretraining(recipe)

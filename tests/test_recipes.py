@@ -30,7 +30,7 @@ from looped_recipes.settings.costs import plan
 from looped_recipes.settings.foreign_keys import HERE, PLACES
 from looped_recipes.settings.operations import Operations
 from looped_recipes.settings.ranges import RANGES
-from looped_recipes.settings.recipe import RecipeError, load_recipe, recipe_of_run
+from looped_recipes.settings.recipe import RecipeError, load_recipe, recipe_of_run, refuse_another_place
 from looped_recipes.settings.run_checks import check_run, note_on_windows
 from looped_recipes.settings.sections import LENGTHS, SECTIONS
 from looped_recipes.settings.sweep_files import is_sweep
@@ -1014,6 +1014,13 @@ def test_a_run_notes_the_folder_it_was_launched_in(output, tmp_path, monkeypatch
     places = {"data.source": found.data.source, "dense.path": found.dense.path}
     assert places == {key: str(tmp_path / "launched" / "in" / value) for key, value in own.items()}
     assert found.data.tokenizer == "name/of_one"
+    path = folder / "recipe.yaml"
+    if not output.startswith("/"):  # `looped pretrain` would begin a new run
+        with pytest.raises(RecipeError, match="launched in .*/launched/in, and from here its training.output_dir"):
+            refuse_another_place(path, load_recipe(path))
+    refuse_another_place(path, load_recipe(path, ["training.output_dir=new"]))
+    monkeypatch.chdir(tmp_path / "launched" / "in")
+    refuse_another_place(path, load_recipe(path))
 
 
 def test_a_place_that_cannot_be_written_is_said_before_the_work(tmp_path, monkeypatch):

@@ -194,6 +194,19 @@ def recipe_of_run(run: str | Path) -> Recipe:
     return recipe
 
 
+def refuse_another_place(path: str | Path, recipe: Recipe):
+    """Refuse to begin anew with the recipe of a run that is named to go on with it, from another folder than that in
+    which its output_dir leads to it."""
+    run, output = recipe_file(path).resolve().parent, recipe.training.output_dir
+    if not (run / LAUNCHES).is_file() or Path(output).resolve() == run:
+        return
+    if (launched_in := folder_of_launch(run, output)) is not None:
+        raise RecipeError(
+            f"{path} is of a run that was launched in {launched_in}, and from here its training.output_dir={output!r} "
+            "is another folder: go on with it from there, or name another training.output_dir for a new run"
+        )
+
+
 def folder_of_launch(run: Path, output: str) -> Path | None:
     """Return the folder in which `output` leads to the run: as the last launch has noted, or else by the name of the
     run. None if the run was moved."""
