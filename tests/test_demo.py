@@ -165,8 +165,9 @@ def test_the_folder_of_the_demo_has_any_name(name, tmp_path, monkeypatch):
 def test_a_question_is_of_the_letters_that_were_trained(tmp_path, monkeypatch):
     (tmp_path / "config.json").touch()
     monkeypatch.setattr(hops, "Answerer", lambda folder: None)
-    with pytest.raises(ValueError, match="'xy yz ; x1' is not a question of this model: .* from a to h"):
-        hops.ask(tmp_path, "xy yz ; x1")
+    for question in ("xy yz ; x1", "ab ba ; a5"):
+        with pytest.raises(ValueError, match=f"'{question}' is not a question of this model: .* from a to h"):
+            hops.ask(tmp_path, question)
 
 
 def test_exits_are_at_the_first_certain_loop():

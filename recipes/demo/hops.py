@@ -25,7 +25,7 @@ from modeling_looped.exit_criteria import ExitRule
 
 RECIPE = Path(__file__).with_name("hops.yaml")
 HOPS = [1, 2, 3, 4]
-FORM = r"[a-h]{2}( [a-h]{2})* ; [a-h][1-9]"  # format of a question
+FORM = r"[a-h]{2}( [a-h]{2})* ; [a-h][1-4]"  # format of a question; other words are no tokens of the model
 
 
 def train_models(output: Path, settings: Sequence[str], num_documents: int) -> tuple[Path, Path, dict]:
@@ -110,7 +110,7 @@ def ask(folder: Path, question: str):
     if question and not re.fullmatch(FORM, question):
         raise ValueError(
             f"{question!r} is not a question of this model: write which letter from a to h follows which, and one "
-            "question, e.g. "
+            "question of 1 to 4 steps, e.g. "
             "'cd fa ec bh hf ge ag db ; h2', what stands two steps after h"
         )
     # questions that are not on the page; their numbers differ, because the number determines the answer
