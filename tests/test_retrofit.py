@@ -134,6 +134,19 @@ def test_the_small_command(training_text, tmp_path, monkeypatch):
 # What a recipe says of its dense model
 
 
+def test_a_llama_of_fewer_steps_is_not_taken_for_that_of_more(tmp_path, monkeypatch):
+    """As after a first trial; the dense model alone was trained on."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(small, "trained", lambda recipe: pytest.fail("training began"))
+    dense = load_recipe(TINY / "dense.yaml", ["training.steps=40"])
+    dense.save(f"{dense.training.output_dir}/recipe.yaml")
+    llama = tmp_path / load_recipe(TINY / "looped.yaml").dense.path
+    llama.mkdir()
+    (llama / "config.json").touch()
+    with pytest.raises(ValueError, match="llama was made of another number of steps than training.steps=400: remove"):
+        small.main([])
+
+
 def test_sizes_come_from_the_dense_model(llama):
     """Also those that the recipe leaves out; learned before any weight is read."""
     more = [f"dense.path={llama}", f"data.tokenizer={llama}", "data.sequence_length=32"]

@@ -32,10 +32,16 @@ def measure(overrides: list[str]) -> dict:
     dense = load_recipe(TINY / "dense.yaml", overrides)
     looped = load_recipe(TINY / "looped.yaml", overrides)
     control = load_recipe(TINY / "control.yaml", overrides)
+    llama, run = Path(looped.dense.path), Path(dense.training.output_dir)
+    is_made = (llama / "config.json").is_file()
+    if is_made and load_recipe(run / "recipe.yaml").training.steps != dense.training.steps:
+        raise ValueError(
+            f"{llama} was made of another number of steps than training.steps={dense.training.steps}: remove "
+            f"{run.parent} to begin anew"
+        )
     _, of_dense = trained(dense)
-    llama = Path(looped.dense.path)
-    if not (llama / "config.json").is_file():
-        convert(f"{dense.training.output_dir}/final", llama, "llama", unroll=True)
+    if not is_made:
+        convert(f"{run}/final", llama, "llama", unroll=True)
     before, after = trained(looped)
     _, of_control = trained(control)
     tokens = looped.training.steps * looped.training.rows_per_step * looped.data.sequence_length
