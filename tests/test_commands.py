@@ -590,6 +590,8 @@ def test_estimates_say_what_they_assume():
     shown = estimates(recipe, 1e15)
     assert "40% of" in shown["time here"] and shown["time on one H100"] == "3 seconds, at 40% of 989 TFLOP/s"
     assert memory(recipe, recipe.model_config())["weights"] == 4 * plan(recipe)["parameters"]
+    fewer = load_recipe("own_text/looped.yaml", ["training.rows_per_step=2"])  # than a micro batch has
+    assert "activations of 2 rows" in memory(fewer, fewer.model_config())
     for name, tied in (("muon", "true"), ("normuon", "false")):
         recipe = load_recipe("own_text/looped.yaml", [f"optimizer.name={name}", f"model.tie_word_embeddings={tied}"])
         config = recipe.model_config()

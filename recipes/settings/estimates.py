@@ -47,7 +47,7 @@ def memory(recipe: Recipe, config: LoopedConfig) -> dict[str, float]:
     trained = 0 if only_gate else n.total  # the size of a gate is negligible
     of_blocks = n.total - n.embedding - n.value_tables - (0 if config.tie_word_embeddings else n.head)
     one_moment = of_blocks if trained and recipe.optimizer.name in ("muon", "normuon") else 0  # AdamW keeps two
-    rows = recipe.training.micro_batch_size
+    rows = min(recipe.training.micro_batch_size, recipe.training.rows_per_step)
     activations = rows * recipe.data.sequence_length * (config.vocab_size + kept_by_layers(recipe, config))
     return {
         "weights": FLOAT * n.total,
