@@ -589,6 +589,12 @@ def test_tools_that_the_template_does_not_read(served):
         served[2].chat.completions.create(model="tiny", messages=turns, max_tokens=2, tools=tools)
 
 
+def test_moderation_is_not_served(served):
+    moderation = {"moderation": {"model": "omni-moderation-latest"}}
+    with pytest.raises(openai.BadRequestError, match="moderation=.* is not served, and would have no effect"):
+        served[2].chat.completions.create(model="tiny", messages=TURNS, max_tokens=2, extra_body=moderation)
+
+
 def test_a_sample_is_one_of_all_tokens(served, monkeypatch):
     """Where neither the model nor the request has a `top_k`; transformers takes 50."""
     model, _, client, passes, _ = served
@@ -602,6 +608,24 @@ def test_a_sample_is_one_of_all_tokens(served, monkeypatch):
     complete(client, "a b", 2, {}, temperature=1)
     complete(client, "a b", 2, {"generation_config": '{"top_k": 7}'}, temperature=1)
     assert [config.top_k for config in configs] == [0, 7]
+    monkeypatch.setattr(model.generation_config, "do_sample", True)
+    for saved in (None, 3):
+        monkeypatch.setattr(model.generation_config, "top_k", saved)
+        complete(client, "a b", 2, {"generation_config": '{"typical_p": 0.9}'})
+        assert configs[-1].top_k == (saved or 0)
+
+
+def test_a_penalty_of_zero_keeps_that_of_the_model(served, monkeypatch):
+    """Some clients send it in every request."""
+    model, _, client, *_ = served
+    body = {"prompt": "a b", "max_tokens": 8, "logit_bias": {"5": 8}}
+    repeated = client.completions.create(model="tiny", **body).choices[0].text
+    monkeypatch.setattr(model.generation_config, "repetition_penalty", 50.0)
+    first, second = (
+        client.completions.create(model="tiny", **body, **more).choices[0].text
+        for more in ({}, {"frequency_penalty": 0})
+    )
+    assert first == second != repeated
 
 
 def test_a_port_in_use_is_said_before_a_model_is_loaded(tmp_path):

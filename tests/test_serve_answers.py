@@ -249,6 +249,13 @@ def test_slow_tokenizers_say_where_special_tokens_stand_or_refuse():
             ask(client, prompt="a</s>b", echo=True, logprobs=0)
 
 
+def test_slow_tokenizers_stream():
+    tokenizer = ByT5Tokenizer()
+    with serving(tiny_model(vocab_size=len(tokenizer), num_loops=2), tokenizer) as (_, _, client, _, _):
+        whole = ask(client, prompt="a b").choices[0].text
+        assert "".join(chunk.choices[0].text for chunk in ask(client, prompt="a b", stream=True)) == whole
+
+
 @pytest.mark.parametrize("new_tokens", [0, 3])
 @pytest.mark.parametrize("prompt", ["a b c", "<s>a b </s>c zz d </s> ", "</s>a"])
 def test_an_echo_counts_special_tokens_of_its_text(served, prompt, new_tokens):

@@ -38,6 +38,7 @@ class OneModel(ModelManager):
     def __init__(self, name: str, model, tokenizer):
         self.force_model, self.model, self.tokenizer = name, model, copy(tokenizer)
         self.tokenizer.parse_response = self.parse_response  # that of the class fails at a tool call that is cut off
+        vars(self.tokenizer).setdefault("_tokenizer", None)  # a slow one has none, and streamers are given it, unread
         self.of_forms = copy(tokenizer)  # JSON may hold the texts by which a template parts an answer
         self.of_forms.response_template = None
 
@@ -110,16 +111,18 @@ class TakesDepth:
                 raise
             raise bad_request(error) from error  # from preparing the request, e.g. a chat template
 
-    def _build_generation_config(self, body: dict, *args, **kwargs):
-        config = super()._build_generation_config(body, *args, **kwargs)  # pyrefly: ignore[missing-attribute]
+    def _build_generation_config(self, body: dict, saved, *args, **kwargs):
+        read = {**body, "frequency_penalty": None}  # even 0 would replace the repetition_penalty
+        config = super()._build_generation_config(read, saved, *args, **kwargs)  # pyrefly: ignore[missing-attribute]
         if body.get("temperature") is not None:  # it has an effect only with sampling
             config.do_sample = float(body["temperature"]) != 0
         elif body.get("top_p") not in (None, 1):
             config.do_sample = True
         if (bias := body.get("logit_bias")) is not None:  # transformers drops it in completions and refuses integers
             config.sequence_bias = {(int(token),): float(value) for token, value in bias.items()} or None
-        if config.top_k is None and config.do_sample:  # else transformers would sample from the 50 likeliest
-            config.top_k = 0
+        samples = saved.do_sample if config.do_sample is None else config.do_sample
+        if config.top_k is None and samples:  # else transformers would sample from the 50 likeliest
+            config.top_k = saved.top_k or 0
         config._seed = current_request.get().seed
         check_stop(self.model_manager.tokenizer, config.stop_strings)  # pyrefly: ignore[missing-attribute]
         config.stop_strings = config.stop_strings or None

@@ -42,6 +42,7 @@ ASK_FOR_NOTHING = {
     "prediction": (),
     "web_search_options": (),
     "verbosity": (),
+    "moderation": (),
 }
 # fields of a generation config that hold numbers of tokens; transformers checks those of sequence_bias
 FIELDS_OF_TOKENS = {name for name in GENERATION_FIELDS if name.endswith(("_token_id", "words_ids", "suppress_tokens"))}
