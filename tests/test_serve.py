@@ -748,6 +748,18 @@ def test_an_answer_as_long_as_there_is_room(served):
     assert len(answer.token_loops) == 80 + 1 - answer.usage.prompt_tokens or answer.choices[0].finish_reason == "stop"
 
 
+def test_an_answer_as_long_as_its_rows_may_be(served, monkeypatch):
+    """Without a length, where the server takes fewer tokens at a time than the model has positions."""
+    _, _, client, passes, _ = served
+    monkeypatch.setattr(passes, "max_tokens", 20)
+    endless = {"generation_config": '{"eos_token_id": -1}'}
+    assert complete(client, "a b", None, endless).usage.total_tokens == 20
+    beams = {"generation_config": '{"eos_token_id": -1, "num_beams": 2}'}
+    assert complete(client, "a b", None, beams).usage.total_tokens == 10
+    with pytest.raises(openai.BadRequestError, match="is more than max_tokens=20"):
+        complete(client, "a b", 19, endless)
+
+
 def test_what_exits_save(served):
     _, _, client, _, _ = served
     answer = complete(client, "a b c", 6, DEPTHS[2])

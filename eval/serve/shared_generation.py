@@ -222,7 +222,9 @@ class SharedGenerateManager(GenerateManager):
                 raise ValueError("the prompt is empty: write at least one token")
             room = model.config.max_position_embeddings + 1 - length  # the last new token is not an input
             if not asked.has_length:
-                gen_config.max_new_tokens = max(1, min(gen_config.max_new_tokens or NEW_TOKENS, room))
+                beams = gen_config.num_beams or 1
+                here = room if self.passes.max_tokens is None else self.passes.max_tokens // beams - length
+                gen_config.max_new_tokens = max(1, min(gen_config.max_new_tokens or NEW_TOKENS, room, here))
             prepared, _ = model._prepare_generation_config(gen_config, **asked.fields)
             check_answers(prepared, streams, asked.likeliest is not None)
             check_bias(prepared.sequence_bias, model.config.vocab_size)
