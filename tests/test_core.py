@@ -1,5 +1,6 @@
 """CORE on a bundle made here, against prompts, tokens and scores written out once more."""
 
+import copy
 import csv
 import json
 import math
@@ -195,6 +196,14 @@ def test_language_modelling_is_what_greedy_decoding_says(tmp_path, model):
     (tmp_path / "eval_data/some/say.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
     (found,) = core_scores(model, tokenizer, tmp_path, [3], batch_size=5).values()
     assert found["core"] == found["tasks"]["say"]["accuracy"] == 0.5
+
+
+def test_a_diverged_model_has_no_accuracy(bundle, model):
+    diverged = copy.deepcopy(model)
+    diverged.lm_head.weight.data.fill_(torch.nan)
+    (found,) = core_scores(diverged, byte_tokenizer(), bundle, [1], 6, seeds=[0, 1]).values()
+    values = [found["core"], found["core_deviation"], *(scores["accuracy"] for scores in found["tasks"].values())]
+    assert all(map(math.isnan, values))
 
 
 def test_guessing_is_zero_and_perfect_is_one(bundle):

@@ -5,6 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
 from looped_eval.common.curves import Curves, table
 from looped_eval.common.findings import best_depths
 from looped_eval.harness.looped_lm import LoopedLM
@@ -115,7 +117,7 @@ def over_seeds(found: dict[int, dict]) -> dict:
 
 
 def with_deviation(name: str, values: list[float]) -> dict[str, float]:
-    deviation = {f"{name}_deviation": statistics.pstdev(values)} if len(values) > 1 else {}
+    deviation = {f"{name}_deviation": float(np.std(values))} if len(values) > 1 else {}
     return {name: statistics.fmean(values)} | deviation
 
 

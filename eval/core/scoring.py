@@ -75,7 +75,7 @@ def score(lm: LoopedLM, requests: list[Request]) -> torch.Tensor:
 
 
 def accuracies(lm: LoopedLM, task: CoreTask) -> list[float]:
-    """Return the accuracy on one task at each depth."""
+    """Return the accuracy on one task at each depth; nan if the model gives no numbers for an item."""
     tokenizer, start = lm.tokenizer, start_token(lm.tokenizer)
     of_items = []
     for index in range(len(task.items)):
@@ -85,5 +85,6 @@ def accuracies(lm: LoopedLM, task: CoreTask) -> list[float]:
     right = torch.zeros(len(lm.depths), dtype=torch.float64)
     for item, of_item in zip(task.items, scores.split([len(requests) for requests in of_items], dim=-1)):
         losses, misses = of_item.unbind(1)
-        right += (misses[:, 0] == 0) if task.kind == "language_modeling" else (losses.argmin(-1) == item["gold"])
+        is_right = (misses[:, 0] == 0) if task.kind == "language_modeling" else (losses.argmin(-1) == item["gold"])
+        right += torch.where(losses.isnan().any(-1), torch.nan, is_right.double())  # argmin takes nan for the least
     return (right / len(task.items)).tolist()
