@@ -572,6 +572,20 @@ def test_exits_of_generated_tokens(model, selection, fewest):
     assert (min(loops), max(loops)) == (fewest, 4)
 
 
+def test_exits_after_all_loops_of_texts_by_a_model_with_a_coda(tmp_path):
+    """It runs after every loop, so that `generate` can keep no cache."""
+    model = save_model_and_tokenizer(tmp_path, num_coda_layers=1)
+    exits = {"exit_criterion": "max_prob", "exit_threshold": 0.1, "exit_selection": "after"}
+    lm = LoopedLM(model, num_loops=4, device="cpu", **exits)
+    (text,) = lm.generate_until([asked_to_write("a b c")], disable_tqdm=True)
+    ids = lm.tokenizer("a b c", return_tensors="pt")["input_ids"]
+    outputs = lm.model.generate(
+        ids, max_new_tokens=6, do_sample=False, use_cache=False, num_loops=4, return_dict_in_generate=True, **exits
+    )
+    assert text == lm.tokenizer.decode(outputs.sequences[0, ids.shape[1] :], skip_special_tokens=True)
+    assert lm.mean_loops == outputs.token_loops.double().mean().item()
+
+
 def asked_to_write(prompt: str, **wishes) -> Instance:
     return Instance("generate_until", {}, (prompt, {"until": [], "max_gen_toks": 6, **wishes}), 0, ("", 0, 1))
 
@@ -732,6 +746,31 @@ def test_command(model, tasks, expected, tmp_path, monkeypatch, capsys):
     command(*on_any_device, monkeypatch=monkeypatch)
 
 
+def test_a_config_file_says_where_tasks_and_results_lie(model, tasks, tmp_path, monkeypatch):
+    """Also where the model is named beside it, and lies in a training run, which has a folder for results."""
+    run = Path(shutil.copytree(model, tmp_path / "run"))
+    (run / "metrics.jsonl").write_text("")
+    config = {"include_path": tasks, "output_path": str(tmp_path / "out"), "tasks": ["letter"], "limit": 2}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    arguments = ["--config", str(tmp_path / "config.yaml"), "--model", "looped", "--device", "cpu"]
+    command(*arguments, "--model_args", f"pretrained={run},num_loops=1", monkeypatch=monkeypatch)
+    assert (tmp_path / "out/depth.md").is_file() and not (run / "eval").exists()
+
+
+def test_the_token_of_the_hub_is_that_of_the_environment(model, tasks, monkeypatch):
+    class TrackerError(Exception):
+        pass
+
+    def tracker(**options):
+        raise TrackerError(options["token"])
+
+    monkeypatch.setattr(harness, "EvaluationTracker", tracker)
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    arguments = ["--model", "looped", "--model_args", f"pretrained={model}", "--tasks", "letter", "--device", "cpu"]
+    with pytest.raises(TrackerError, match="^hf_secret$"):
+        command(*arguments, "--include_path", tasks, monkeypatch=monkeypatch)
+
+
 def test_a_few_questions_tell_no_best_depth(model, tmp_path, monkeypatch, capsys):
     """Their right answers are those that the model chooses at its deepest alone: its accuracies are 0 and 1."""
     lm = LoopedLM(model, num_loops=[1, 4], device="cpu")
@@ -803,6 +842,18 @@ def test_answers_are_written_after_every_batch(model, tmp_path, monkeypatch):
     assert again.loglikelihood(requests, disable_tqdm=True) == loglikelihoods
     assert again.loglikelihood_rolling(rolling, disable_tqdm=True) == documents
     assert again.generate_until([asked_to_write("a b"), asked_to_write("c")], disable_tqdm=True) == texts
+
+
+def test_answers_are_kept_in_a_new_folder(model, tmp_path):
+    LoopedLM(model, num_loops=1, device="cpu", answers=str(tmp_path / "new/kept")).loglikelihood([scored("a")], True)
+    assert (tmp_path / "new/kept_rank0.db").is_file()
+
+
+def test_a_model_in_a_subfolder(model):
+    folder, name = Path(model).parent, Path(model).name
+    lm = LoopedLM(str(folder), num_loops=1, device="cpu", subfolder=name)
+    expected = LoopedLM(model, num_loops=1, device="cpu").loglikelihood([scored("a")], True)
+    assert lm.loglikelihood([scored("a")], True) == expected
 
 
 class Payload:
@@ -1134,6 +1185,7 @@ def test_other_mistakes(model, tasks, tmp_path, monkeypatch):
         "--output: .*file is a file: name", monkeypatch, tasks, f"pretrained={model}", "--output", f"{tmp_path}/file"
     )
     refused("--limit -2 must be above 0", monkeypatch, tasks, f"pretrained={model}", "--limit", "-2")
+    refused("batch_size=2: write it as --batch_size", monkeypatch, tasks, f"pretrained={model},batch_size=2")
     refused("leave it out of gen_kwargs", monkeypatch, tasks, f"pretrained={model}", "--gen_kwargs", "num_loops=2")
 
     (tmp_path / "llama").mkdir()
@@ -1193,6 +1245,14 @@ def test_the_largest_batch_is_looked_for_once(model, monkeypatch):
     lm = LoopedLM(model, num_loops="1..3", batch_size="auto", device="cpu")
     assert [lm.at(depth)._detect_batch_size() for depth in lm.depths] == [7, 7, 7] and looked == [None]
     assert lm._detect_batch_size([("", [1], [2])]) == 7 and len(looked) == 2
+
+
+def test_fewer_requests_than_sizes_to_look_for(model):
+    requests = [scored("a"), scored("b c")]
+    expected = LoopedLM(model, num_loops="1,2", device="cpu").loglikelihood(requests, True)
+    lm = LoopedLM(model, num_loops="1,2", batch_size="auto:4", max_batch_size=2, device="cpu")
+    assert lm.loglikelihood(requests, True) == [pytest.approx(answer) for answer in expected]
+    assert lm.batch_schedule == 4
 
 
 def test_a_process_searches_the_size_of_its_batches_for_itself(model, monkeypatch):

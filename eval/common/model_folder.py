@@ -31,12 +31,13 @@ def open_config(target: str, trust_remote_code: bool = False) -> tuple[Path, Loo
     return folder, LoopedConfig.from_pretrained(folder)
 
 
-def import_own_class(source: str | Path, revision: str = "main"):
+def import_own_class(source: str | Path, revision: str = "main", subfolder: str = ""):
     """Import the class of the user's own that saved a model, if one did: its file may register exit criteria, which
     are checked before the weights are read."""
-    fields, _ = PreTrainedConfig.get_config_dict(source, revision=revision)
+    where = {"revision": revision, "subfolder": subfolder}
+    fields, _ = PreTrainedConfig.get_config_dict(source, **where)
     if not is_published(fields):
-        class_beside_weights(LoopedForCausalLM, source, {"trust_remote_code": True, "revision": revision})
+        class_beside_weights(LoopedForCausalLM, source, {"trust_remote_code": True, **where})
 
 
 def open_model(folder: Path, args, **asked) -> LoopedForCausalLM:

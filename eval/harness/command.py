@@ -33,6 +33,9 @@ from .looped_lm import LoopedLM, Loops, mean_of, name_of
 from .question import check_question, join_depths, parse_thresholds, refuse_depths_in
 
 
+OPTIONS = ("batch_size", "max_batch_size", "device")  # that the model takes
+
+
 def as_lm_eval_spells(arguments: list[str]) -> list[str]:
     """Spell options as lm-eval does: --batch-size becomes --batch_size, --output becomes --output_path, and
     --num-loops goes into --model_args."""
@@ -56,6 +59,8 @@ def check(config: EvaluatorConfig):
     """Refuse wrong arguments before the model is loaded; `asked_tasks` checks the names of tasks."""
     if "pretrained" not in config.model_args:
         raise ValueError("--model looped needs a model: --model_args pretrained=DIR")
+    if beside := [name for name in OPTIONS if name in config.model_args]:
+        raise ValueError(f"--model_args {beside[0]}={config.model_args[beside[0]]}: write it as --{beside[0]}")
     check_limit(config.limit)
     if config.output_path:
         try:
@@ -222,11 +227,13 @@ def main(arguments: list[str]):
     cli = HarnessCLI()
     args = cli.parse_args()
     if args.command == "run":
-        if args.include_path and not Path(args.include_path).is_dir():
-            raise ValueError(f"--include_path {args.include_path}: there is no such folder (looked from {Path.cwd()})")
-        args.include_path = [path for path in (TASKS, args.include_path) if path]  # the last folder has precedence
+        written = EvaluatorConfig.load_yaml_config(args.config) if args.config else {}  # arguments go before it
+        include_path = args.include_path or written.get("include_path")
+        if include_path and not Path(include_path).is_dir():
+            raise ValueError(f"--include_path {include_path}: there is no such folder (looked from {Path.cwd()})")
+        args.include_path = [path for path in (TASKS, include_path) if path]  # the last folder has precedence
         if args.model == "looped":  # lm-eval asks here already where samples are to be written
-            args.output_path = args.output_path or default_output(args.model_args)
+            args.output_path = args.output_path or written.get("output_path") or default_output(args.model_args)
     config = EvaluatorConfig.from_cli(args) if args.command == "run" else None
     if config is None or config.model != "looped":
         return cli.execute(args)
@@ -242,7 +249,7 @@ def main(arguments: list[str]):
     options = options_of(config)
     options["task_manager"], options["tasks"] = asked_tasks(config)
     check_tasks(options["task_manager"], options["tasks"])
-    setup = {name: options[name] for name in ("batch_size", "max_batch_size", "device") if options[name] is not None}
+    setup = {name: options[name] for name in OPTIONS if options[name] is not None}
     thresholds = parse_thresholds(config.model_args.get("exit_threshold"))
     arguments = config.model_args
     lm = LoopedLM(**{**arguments, "exit_threshold": thresholds[0]}, answers=config.use_cache, **setup)
@@ -250,7 +257,8 @@ def main(arguments: list[str]):
     for threshold in thresholds:
         name = f"threshold {threshold}" if len(thresholds) > 1 else ""
         path = config.output_path and str(Path(config.output_path, name.replace(" ", "_")))
-        tracker_args = {**config.hf_hub_log_args, **({"output_path": path} if path else {})}
+        token = {"token": os.environ.get("HF_TOKEN", "")}
+        tracker_args = {**token, **config.hf_hub_log_args, **({"output_path": path} if path else {})}
         if name:
             lm.rule, arguments = replace(lm.rule, threshold=threshold), {**arguments, "exit_threshold": threshold}
         results = results_by_depth(lm, arguments, tracker_args, **options)

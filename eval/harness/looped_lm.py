@@ -15,7 +15,9 @@ import logging
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Collection
+from contextlib import contextmanager, nullcontext
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -96,6 +98,7 @@ class LoopedLM(HFLM):
             exit_selection,
             revision,
             kwargs.get("trust_remote_code", False),
+            kwargs.get("subfolder", ""),
         )
         register_public_formats()
         super().__init__(pretrained, revision=revision, device=device or "auto", **{"backend": "causal", **kwargs})
@@ -155,6 +158,14 @@ class LoopedLM(HFLM):
         if requests is None:
             self._largest_batch = size
         return size
+
+    def _batch_scheduler(self, pos, requests):
+        """Search a size for each part of the requests, of which there may be fewer than parts that were asked for."""
+        asked, self.batch_schedule = self.batch_schedule, min(self.batch_schedule, len(requests))
+        try:
+            return super()._batch_scheduler(pos, requests)
+        finally:
+            self.batch_schedule = asked
 
     def at(self, depth: int) -> "LoopedLM":
         """Set the depth at which requests are answered from now on."""
@@ -502,18 +513,20 @@ class LoopedLM(HFLM):
             generation_kwargs["state_seed"] = self.state_seed
         if self.rule is None:
             return super()._model_generate(context, max_length, stop, num_loops=self.depth, **generation_kwargs)
-        outputs = super()._model_generate(
-            context,
-            max_length,
-            stop,
-            num_loops=self.depth,
-            exit_criterion=self.rule.name,
-            exit_threshold=self.rule.threshold,
-            min_loops=self.rule.min_loops,
-            exit_selection=self.rule.selection,
-            return_dict_in_generate=True,
-            **generation_kwargs,
-        )
+        runs_coda_after_every_loop = self.rule.selection == "after" and self.config.num_coda_layers > 0
+        with without_cache(self.model) if runs_coda_after_every_loop else nullcontext():
+            outputs = super()._model_generate(
+                context,
+                max_length,
+                stop,
+                num_loops=self.depth,
+                exit_criterion=self.rule.name,
+                exit_threshold=self.rule.threshold,
+                min_loops=self.rule.min_loops,
+                exit_selection=self.rule.selection,
+                return_dict_in_generate=True,
+                **generation_kwargs,
+            )
         written = outputs.sequences[:, context.shape[1] :].tolist()
         loops = [row[: self._num_kept(tokens, stop)] for tokens, row in zip(written, outputs.token_loops)]
         self._generated_loops = [(int(row.sum()), int((row > 0).sum())) for row in loops]
@@ -528,6 +541,17 @@ class LoopedLM(HFLM):
             return any(string in text for string in stop if string)
 
         return 1 + bisect_left(range(1, len(tokens)), True, key=has_stopped)
+
+
+@contextmanager
+def without_cache(model):
+    """Let `generate` keep no cache, though HFLM asks for one: it has no room for a coda that runs after every loop."""
+    generate = model.generate
+    model.generate = lambda **arguments: generate(**{**arguments, "use_cache": False})
+    try:
+        yield
+    finally:
+        del model.generate
 
 
 def name_of(arguments: tuple) -> str:
@@ -586,6 +610,7 @@ def refuse_adapters_outside_layers(model):
 def open_answers(path: str):
     from sqlitedict import SqliteDict
 
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
     # by itself it stores pickles, which run code when they are read
     return SqliteDict(path, tablename="answers", encode=json.dumps, decode=decoded)
 

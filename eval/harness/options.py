@@ -25,7 +25,7 @@
 --use_cache FILE               keeps the answers of all depths in FILE_rank0.db. They are recalled for the same
                                question, depth and exits, with the same files of the model, the tokenizer and the
                                adapter (weights, config.json, ...), the same dtype, max_length and all other
-                               --model_args but those of speed and place, such as batch_size
+                               --model_args but those of speed and place, such as parallelize
 
 Underscores and hyphens are the same in names.
 """

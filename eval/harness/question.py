@@ -1,6 +1,7 @@
 """Checks the depths and exits of an evaluation against a model's config.json before the model is loaded."""
 
 import re
+from pathlib import Path
 from typing import NamedTuple
 
 from transformers import PreTrainedConfig
@@ -57,6 +58,7 @@ def check_question(
     exit_selection: str = "stop",
     revision: str = "main",
     trust_remote_code: bool = False,
+    subfolder: str = "",
 ) -> Question:
     """Check the arguments against config.json only, so that mistakes are found before the weights are loaded."""
     depths = None if num_loops is None else parse_depths(num_loops)
@@ -64,7 +66,7 @@ def check_question(
         pretrained = model_inside(pretrained)
         check_source(pretrained)
         try:
-            fields, _ = PreTrainedConfig.get_config_dict(pretrained, revision=revision)
+            fields, _ = PreTrainedConfig.get_config_dict(pretrained, revision=revision, subfolder=subfolder)
         except OSError as error:
             raise ValueError(f"pretrained={pretrained!r} is not a model folder: no config.json was found") from error
         if is_published(fields) and "model_type" not in fields:
@@ -79,10 +81,10 @@ def check_question(
                 f"pretrained={pretrained!r} has model_type {fields['model_type']!r}, which has no loops: use "
                 "--model hf"
             )
-        check_folder(pretrained)
+        check_folder(Path(pretrained, subfolder))
         if trust_remote_code:
-            import_own_class(pretrained, revision)
-        config = LoopedConfig.from_pretrained(pretrained, revision=revision)
+            import_own_class(pretrained, revision, subfolder)
+        config = LoopedConfig.from_pretrained(pretrained, revision=revision, subfolder=subfolder)
     else:
         config = pretrained.config
     depths = depths or [config.num_loops]
