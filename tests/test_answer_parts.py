@@ -103,7 +103,7 @@ def parted():
 
 
 def told_parts(client, is_stream: bool, **fields) -> tuple:
-    answer = client.chat.completions.create(**ASKED, **fields, stream=is_stream)
+    answer = client.chat.completions.create(**{**ASKED, **fields}, stream=is_stream)
     choices = [part.choices[0] for part in answer] if is_stream else answer.choices
     said = [choice.delta if is_stream else choice.message for choice in choices]
     thoughts, content = (
@@ -140,6 +140,24 @@ def test_parts_of_an_answer_that_are_whole(parted, text, stop, expected, is_stre
     written = {"generation_config": config_that_writes(ids)}
     found = told_parts(client, is_stream, max_tokens=len(ids), stop=stop, extra_body=written)
     assert found == expected
+
+
+@pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize(
+    ("begun", "text", "expected"),
+    [
+        ("<think>\n", "so</think>I", ("so", "I")),
+        ("<think>\n\n</think>\n\n", "I look.", ("", "I look.")),
+        ("I ", "look.", ("", "look.")),
+    ],
+    ids=range(3),
+)
+def test_what_the_prompt_has_begun_is_no_part_of_the_answer(parted, begun, text, expected, is_stream):
+    tokenizer, client = parted
+    ids = tokenizer(text).input_ids
+    turns = [{"role": "user", "content": f"ab {begun}"}]
+    asked = {"messages": turns, "max_tokens": len(ids), "extra_body": {"generation_config": config_that_writes(ids)}}
+    assert told_parts(client, is_stream, **asked)[:2] == expected
 
 
 @pytest.mark.parametrize(("is_stream", "more"), [(False, {}), (True, {}), (False, {"num_beams": 2})], ids=str)

@@ -190,6 +190,8 @@ class SharedGenerateManager(GenerateManager):
 
     def generate_streaming(self, model, processor, inputs, gen_config, *args, **kwargs):
         self.check(processor, inputs, gen_config, streams=True)
+        if (parser := kwargs.get("response_parser")) is not None:
+            parser.initial_events = []  # what the prompt has begun, which a stream of transformers tells first
         return super().generate_streaming(ModelOfRequest(self.passes), processor, inputs, gen_config, *args, **kwargs)
 
     async def generate_non_streaming(self, model, processor, inputs, gen_config, *args, **kwargs):
