@@ -572,6 +572,19 @@ def test_exits_of_generated_tokens(model, selection, fewest):
     assert (min(loops), max(loops)) == (fewest, 4)
 
 
+@pytest.mark.parametrize("exits", [{}, {"exit_criterion": "max_prob", "exit_threshold": 0.2}], ids=["plain", "exits"])
+def test_options_that_were_saved_change_no_text(model, exits, monkeypatch):
+    """Nor its loops; drafts of 2 loops are none at depth 1."""
+    lm, found = LoopedLM(model, num_loops="1,4", device="cpu", **exits), []
+    for saved in ({}, {"draft_loops": 2}, {"exit_criterion": "max_prob", "prompt_loops": 1, "exit_interval": 3}):
+        with monkeypatch.context() as patched:
+            for name, value in saved.items():
+                patched.setattr(lm.model.generation_config, name, value, raising=False)
+            for depth in lm.depths:
+                found.append([lm.at(depth).generate_until([asked_to_write("a b c")], True), lm.mean_loops])
+    assert found[:2] == found[2:4] == found[4:]
+
+
 def test_exits_after_all_loops_of_texts_by_a_model_with_a_coda(tmp_path):
     """It runs after every loop, so that `generate` can keep no cache."""
     model = save_model_and_tokenizer(tmp_path, num_coda_layers=1)

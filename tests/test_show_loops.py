@@ -223,6 +223,15 @@ def test_another_tokenizer_may_be_that_of_a_run(folder, tmp_path):
     assert len(shown.tokens) == 1
 
 
+def test_saved_drafts_and_selections_leave_the_exits(folder):
+    options = ["--max-new-tokens", "8", "--output", str(folder / "page.html")]
+    expected = show_loops.main([str(folder), "a b", *options])
+    stored = GenerationConfig.from_pretrained(folder)
+    stored.draft_loops, stored.exit_selection, stored._from_model_config = 1, "after", False
+    stored.save_pretrained(folder)
+    assert show_loops.main([str(folder), "a b", *options]) == expected
+
+
 def test_the_rule_is_that_of_generation_config_unless_told(folder):
     def rule(*options):
         args = show_loops.parse([str(folder), "a", *options])

@@ -46,7 +46,7 @@ from .question import check_question, join_depths, refuse_depths_in
 
 logger = logging.getLogger(__name__)
 TOKENS_READ = 256  # whose logits are in memory at a time
-SCORING = 2  # raised when a request gets another answer of the same model, so that kept ones are not recalled
+SCORING = 3  # raised when a request gets another answer of the same model, so that kept ones are not recalled
 
 
 class Loops(NamedTuple):
@@ -509,24 +509,16 @@ class LoopedLM(HFLM):
     # generation
 
     def _model_generate(self, context, max_length, stop, **generation_kwargs):
-        if self.state_seed is not None:
-            generation_kwargs["state_seed"] = self.state_seed
+        # of what may be saved with the model, drafts change no text, but do not go with exits and small depths
+        settings = {"num_loops": self.depth, "state_seed": self.state_seed, "draft_loops": None, **generation_kwargs}
         if self.rule is None:
-            return super()._model_generate(context, max_length, stop, num_loops=self.depth, **generation_kwargs)
+            return super()._model_generate(context, max_length, stop, **settings)
+        exits = {"exit_criterion": self.rule.name, "exit_threshold": self.rule.threshold}
+        exits |= {"min_loops": self.rule.min_loops, "exit_selection": self.rule.selection}
+        exits |= {"prompt_loops": None, "exit_interval": None, "return_dict_in_generate": True}
         runs_coda_after_every_loop = self.rule.selection == "after" and self.config.num_coda_layers > 0
         with without_cache(self.model) if runs_coda_after_every_loop else nullcontext():
-            outputs = super()._model_generate(
-                context,
-                max_length,
-                stop,
-                num_loops=self.depth,
-                exit_criterion=self.rule.name,
-                exit_threshold=self.rule.threshold,
-                min_loops=self.rule.min_loops,
-                exit_selection=self.rule.selection,
-                return_dict_in_generate=True,
-                **generation_kwargs,
-            )
+            outputs = super()._model_generate(context, max_length, stop, **exits, **settings)
         written = outputs.sequences[:, context.shape[1] :].tolist()
         loops = [row[: self._num_kept(tokens, stop)] for tokens, row in zip(written, outputs.token_loops)]
         self._generated_loops = [(int(row.sum()), int((row > 0).sum())) for row in loops]

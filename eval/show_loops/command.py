@@ -61,6 +61,8 @@ def write(model, ids: torch.Tensor, rule: ExitRule, args) -> tuple[list[int], li
         exit_criterion=rule.name,
         exit_threshold=rule.threshold,
         min_loops=rule.min_loops,
+        exit_selection="stop",
+        draft_loops=None,  # that of generation_config
         return_dict_in_generate=True,
         **sampling,
     )
