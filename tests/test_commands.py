@@ -507,6 +507,7 @@ def test_the_best_depth_in_a_sentence():
         "a acc is highest at 2 loops (0.4000); a perplexity is lowest for y at 2 loops (7.5000). "
         "With exits: 1.00 of 4 loops, 75 % of them saved."
     )
+    assert best_depths(curves, exits_stop=False).endswith(" With exits: 1.00 of 4 loops.")  # which all run
     assert best_depths({"a loss": {"": {4: (1.5, None)}}}) == "a loss is 1.5000 at 4 loops."
     of_errors = {"bbh_zeroshot_salient_translation_error_detection exact_match": {"": {4: (0.5, None)}}}
     assert best_depths(of_errors).endswith("error_detection exact_match is 0.5000 at 4 loops.")

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import shutil
 import sqlite3
 import subprocess
@@ -757,6 +758,14 @@ def test_command(model, tasks, expected, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(LoopedLM, "_model_generate", lambda *_, **__: pytest.fail("generated again"))
     on_any_device = [argument for argument in arguments if argument not in ("--device", "cpu")]
     command(*on_any_device, monkeypatch=monkeypatch)
+
+
+def test_exits_after_all_loops_save_none(model, tasks, monkeypatch, capsys):
+    arguments = f"pretrained={model},num_loops=4,exit_criterion=max_prob,exit_threshold=0.1,exit_selection=after"
+    options = ["--tasks", "letter", "--include_path", tasks, "--device", "cpu", "--limit", "2"]
+    command("--model", "looped", "--model_args", arguments, *options, monkeypatch=monkeypatch)
+    said = capsys.readouterr().out
+    assert re.search(r"With exits: [123]\.\d\d of 4 loops\.$", said, re.MULTILINE)
 
 
 def test_a_config_file_says_where_tasks_and_results_lie(model, tasks, tmp_path, monkeypatch):

@@ -15,9 +15,9 @@ LESS_IS_BETTER = re.compile(r"\b(perplexity|bits per byte|loss)\b")  # used wher
 MOST = 3  # measures named in a sentence
 
 
-def loops_in_words(mean: float, full: float, each: str = "") -> str:
+def loops_in_words(mean: float, full: float, each: str = "", are_saved: bool = True) -> str:
     """Return e.g. "2.30 of 4 loops a token, 42 % of them saved", with " a token" from `each`."""
-    saved = f", {percent(1 - mean / full)} of them saved" if mean < full else ""
+    saved = f", {percent(1 - mean / full)} of them saved" if are_saved and mean < full else ""
     return f"{mean:.2f} of {full:g} loops{each}{saved}"
 
 
@@ -26,12 +26,13 @@ def best_depths(
     more_is_better: dict[str, bool] | None = None,
     folders: dict[str, list[dict[str, dict[int, Point]]]] | None = None,
     few: Collection[str] = (),
+    exits_stop: bool = True,
 ) -> str:
     """Return e.g. "arc_easy acc is best at 4 loops (0.3125).", with the model's name if there are several models.
 
     more_is_better: the result of `curves.more_is_better`; for other measures, the name decides. folders: {series:
     {measure: points} of each folder} if values of the curves are means of folders. few: `curves.of_few_questions`;
-    none of these measures is called best.
+    none of these measures is called best. exits_stop: whether exits end loops, not only choose the one that is read.
     """
     known = more_is_better or {}
     measures = [name for name in curves if not name.startswith("mean loops") and not says_the_same(name, curves)]
@@ -42,7 +43,7 @@ def best_depths(
     rest = f"; {len(measures) - MOST} more in the table" if len(measures) > MOST else ""
     loops = curves.get("mean loops", {})
     exits = {
-        name: "; ".join(loops_in_words(mean, depth) for depth, (mean, _) in points.items())
+        name: "; ".join(loops_in_words(mean, depth, are_saved=exits_stop) for depth, (mean, _) in points.items())
         for name, points in loops.items()
     }
     said_of = [f"{name}, {of}" if len(exits) > 1 else of for name, of in exits.items()]

@@ -276,5 +276,6 @@ def main(arguments: list[str]):
     show(curves, chances(curves, results), config.output_path)
     is_in_run = run is not None and Path(config.output_path).resolve().is_relative_to(run)  # where the report looks
     first = next(iter(results.values()))
-    found = best_depths(curves, more_is_better(first), few=of_few_questions(first))
+    exits_stop = lm.rule is None or lm.rule.selection == "stop"
+    found = best_depths(curves, more_is_better(first), few=of_few_questions(first), exits_stop=exits_stop)
     say_result(found, *([typed("looped report", os.path.relpath(run))] if is_in_run else []))
