@@ -9,8 +9,6 @@ import logging
 from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
 
-import xxhash
-
 from .files import write_whole
 
 
@@ -27,6 +25,8 @@ class Damaged(ValueError):
 
 
 def checksum(path: str | Path) -> str:
+    import xxhash  # not there where models are only opened and converted
+
     digest, block = xxhash.xxh3_64(), memoryview(bytearray(BLOCK))
     with open(path, "rb", buffering=0) as file:
         while size := file.readinto(block):
@@ -70,6 +70,8 @@ def read_sealed(path: str | Path) -> dict:
 
 
 def seal_of(content: dict) -> str:
+    import xxhash
+
     return xxhash.xxh3_64_hexdigest(json.dumps(content, sort_keys=True).encode())
 
 
