@@ -1149,7 +1149,16 @@ def test_laws_are_fitted_to_the_runs_that_they_are_about(tmp_path, monkeypatch):
     def parametric(*tables, restarts):
         return noted(f"parametric_of_{len(tables)}", fitted)(*tables), None
 
+    def unified(*tables, restarts):
+        return noted("unified", {"held_out": {"mean_percent": 1.1}, "held_out_above_measured": {"mean_percent": 0.2}})(
+            *tables
+        ), None
+
+    decays = {"one": {"huber": 2.0, "held_out_huber": 3.0}, "none": {"reason": "of no use"}}
+    decays["learned"] = {"huber": 1.0, "held_out_huber": 4.0, "coefficients": {"gamma": 1.2}}
     monkeypatch.setattr(laws, "parametric", parametric)
+    monkeypatch.setattr(laws, "unified", unified)
+    monkeypatch.setattr(laws, "conditioning", noted("conditioning", {"forms": decays}))
     found = laws.laws(tmp_path)
     trained = {(name, of[0]["mean_depth"]) for name, of in rows.items()}
     largest = {each for each in trained if each[0].startswith("1.6e+19")}
@@ -1166,6 +1175,15 @@ def test_laws_are_fitted_to_the_runs_that_they_are_about(tmp_path, monkeypatch):
     }
     assert found["exponents"] == {"mean_depth": 0.4} and found["law"] == {"x": 0.7, "y": 0.5}
     assert (found["held_out_percent"], found["misfits"], found["floor_percent"]) == (1.5, {"power": 2.0}, 0.3)
+    assert found["misfits_beyond"] == {"power": 9.0}
+    parts = (looped - largest, looped & largest)
+    of_curves = [sorted((run, k) for run, _ in part for k in (1, 2, 4, 8)) for part in parts]
+    assert asked["unified"] == asked["conditioning"] == of_curves
+    assert found["both_depths"] == {"percent": 1.1, "percent_above_measured": 0.2}
+    assert found["forms_of_decay"] == {
+        "one": {"misfit": 2.0, "misfit_beyond": 3.0},
+        "learned": {"misfit": 1.0, "misfit_beyond": 4.0, "power": 1.2},
+    }
     fitted |= {"converged": False}
     assert laws.laws(tmp_path)["law"] is None
 

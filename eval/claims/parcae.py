@@ -13,8 +13,6 @@ from .rules import AtLeast, AtMost, Effect, Estimate
 from .sweeps import commands_of, has_trained, read_with_frequencies
 
 
-NO_FLOOR = "its floor is the training law, whose fit to runs of this size finds no floor (table 11)"
-TOO_FLAT = "the curves over loops are too flat to tell (table 13), and their losses themselves are not kept"
 SIZE = "width 96, 1 + 1 + 1 layers, mean depth 8, English text"
 FIVE = (1e-3, 3e-3, 1e-2, 2e-2, 3e-2)  # rates that stand for the five of table 2
 RATES = f"{SIZE}, 100 steps, rates from 1e-3 to 3e-2"
@@ -197,25 +195,6 @@ PARCAE_PAPER = Paper(
             "the laws of 370M: exponents of 0.775 and 0.448, held-out losses to 0.8 %, an exponential over loops "
             "nearer than the other forms, and its floor to 0.05 %",
             LARGER,
-        ),
-        Beyond(
-            "table 12",
-            "an exponential, fitted to loops up to the mean depth, foretells those beyond it 7.1 times as near as a "
-            "shifted power, by the cells 6.7 times at 140M and 8.1 times at 370M",
-            TOO_FLAT,
-        ),
-        Beyond(
-            "section 5.3, figure 26",
-            "one law of training and test depth foretells the loss of held-out models to 0.85 to 1.31 %, and to 0.10 "
-            "to 0.17 % with their own loss in place of the training law",
-            NO_FLOOR,
-        ),
-        Beyond(
-            "appendix L, table 14",
-            "without the mean depth in its decay that law misses the runs it was fitted to 3.5 times as far, and "
-            "held-out ones by 33 % more; with a learned power of it, 1.19 at 140M and 1.17 at 370M, it is about 8 % "
-            "nearer to the former",
-            NO_FLOOR,
         ),
         Beyond(
             "appendix G",
