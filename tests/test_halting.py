@@ -707,6 +707,15 @@ def test_models_that_cannot_exit_are_refused(tmp_path):
         halting.run(halting.parse(command(folder)))
 
 
+def test_a_model_without_numbers_at_full_depth_is_refused(tmp_path):
+    folder = make_folder(tmp_path)
+    model = LoopedForCausalLM.from_pretrained(folder)
+    model.lm_head.weight.data.fill_(math.nan)
+    model.save_pretrained(folder)
+    with pytest.raises(ValueError, match="^after 4 loops the perplexity is not finite"):
+        halting.run(halting.parse(command(folder)))
+
+
 @pytest.mark.parametrize("shared", [{}, {"num_key_value_loops": 1}, {"key_value_interval": 2}], ids=str)
 def test_what_exits_save_is_reckoned_as_training_reckons_it(shared):
     """Loops that share keys and values make none of them; each readout beyond the one at the end is coda and head."""

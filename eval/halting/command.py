@@ -29,6 +29,7 @@ from modeling_looped import LoopedConfig
 from modeling_looped.depth_options import EXIT_FIELDS
 from modeling_looped.exit_criteria import CRITERIA, ExitRule
 
+from .calibration import mean_perplexity
 from .conclusion import (
     best_at_equal_loops,
     cheapest,
@@ -251,6 +252,11 @@ def run(args) -> Path:
     measured = measure(model, calibration_rows, args.num_loops, names, args.batch_size)
     learned = learned_targets(calibration_rows, args.unlearned).cpu()
     parts = {"sequences": measured.sequences(learned), "tokens": measured.tokens(learned)}
+    if not math.isfinite(mean_perplexity(parts["tokens"].losses[-1])):
+        raise ValueError(
+            f"after {args.num_loops} loops the perplexity is not finite, so no exit can be held against it: choose "
+            "fewer --num-loops, or another checkpoint"
+        )
     missed = {unit: out_of_reach(units, names, unit, args) for unit, units in parts.items()}
     if not args.budget and len(missed["tokens"]) == len(names) * len(args.mean_loops):
         raise ValueError(f"{'; '.join(missed['tokens'])}. Raise --mean-loops, or name other --criteria")
