@@ -236,6 +236,13 @@ def test_perplexities_of_different_tokens_have_no_order(tmp_path, capsys):
     assert "least perplexity" not in said and "these runs have different tokenizers, so they do not compare" in said
 
 
+def test_a_split_of_less_than_a_window_is_refused(tmp_path):
+    folder = make_run(tmp_path / "run", "readout_terminal_raw", seed=0, text=" ".join("a" * LENGTH), joined_by=" ")
+    words = f"holds {LENGTH} tokens, fewer than a window of {LENGTH + 1}"
+    with pytest.raises(ValueError, match=words):
+        readout_table.main([str(folder)])
+
+
 def test_what_is_no_table_is_refused(tmp_path):
     runs = tmp_path / "sweep"
     first = make_run(runs / "raw_seed=0", "readout_terminal_raw", 0, joined_by=" ")

@@ -37,6 +37,11 @@ def windows(data: Prepared) -> PackedRows:
     """Return rows of the validation split, one token longer than the model reads, so that every token has a target."""
     rows = data.validation
     rows.sequence_length += 1
+    if not len(rows):
+        raise ValueError(
+            f"the validation split in {data.folder} holds {rows.num_tokens} tokens, fewer than a window of "
+            f"{rows.sequence_length}: hold out more (data.validation_fraction), or shorten data.sequence_length"
+        )
     return rows
 
 
