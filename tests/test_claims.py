@@ -706,6 +706,19 @@ def test_an_rdm_that_diverges_in_six_seeds_is_what_table_4_says(losses, expected
     assert judged(claim, claim.read({"seeds": seeds})) == expected
 
 
+def test_runs_of_twelve_loops_that_diverge_at_once_do_not_end_the_ledger():
+    content = load(RESULTS, "claims/twelve_loops")
+    for system, loops in (("lt", 12), ("flt", 9), ("flt_residual", 12)):
+        run = fully_looped.run_at(content["seeds"]["0"], system, loops)
+        for name in [name for name in run if name.startswith(("residual_norm/", "state_norm/"))]:
+            del run[name]
+        run |= {"loss": None, "loss_at": {}, "gradient_norms": dict.fromkeys(fully_looped.BLOCKS, [9.0])}
+    claims = [one for one in fully_looped.FULLY_LOOPED.claims if getattr(one, "source", "") == fully_looped.SYSTEMS]
+    found = {one.number: one.read(content) for one in claims}
+    assert found["loss after 1 loop less that after all"].seeds == 5  # of six
+    assert not any(chart.is_empty for chart in fully_looped.charts(content))
+
+
 def test_figure_4_has_the_systems_of_its_sweep():
     """All but FLT, which trains there: LT, whose collapse is figure 2's, LT_i and LT_ai; FLT_res is not among them."""
     presets = [run.recipe.model["preset"] for run in runs_of_sweep(RECIPES / "fully_looped/figure_4.sweep.yaml")]

@@ -87,9 +87,10 @@ BLOCKS = (*WATCHED.values(), FIRST_MLP)
 
 
 def swing(run: dict, block: str) -> float:
-    """Return log10 of the ratio of a block's largest gradient norm to its least, without the first measurement."""
+    """Return log10 of the ratio of a block's largest gradient norm to its least, without the first measurement; NaN if
+    the run diverged before another."""
     norms = run["gradient_norms"][block][1:]
-    return math.log10(max(norms) / min(norms))
+    return math.log10(max(norms) / min(norms)) if norms else math.nan
 
 
 def swings_more(system: str, block: str) -> Callable[[dict], Estimate | None]:
@@ -111,8 +112,17 @@ def with_gradients(read: Callable[[Path], dict | None]) -> Callable[[Path], dict
 
 
 def state(content: dict, system: str, loop: int) -> float:
-    """Return log10 of the norm of the state after a loop."""
-    return math.log10(run_at(content, system)[f"residual_norm/loop_{loop}"])
+    """Return log10 of the norm of the state after a loop; NaN if the run diverged before it was measured."""
+    return math.log10(norm_after(run_at(content, system), loop))
+
+
+def norm_after(run: dict, loop: int) -> float:
+    return run.get(f"residual_norm/loop_{loop}", math.nan)
+
+
+def loss_after(run: dict, loops: int) -> float:
+    """Return the final loss after so many loops, infinite if the run diverged."""
+    return run["loss_at"].get(str(loops), math.inf)
 
 
 def larger_state(content: dict, loops: tuple[int, ...]) -> float:
@@ -167,10 +177,11 @@ def gained(between_loops: dict[int, tuple[int, int]], least: float = 0.0) -> Cal
     def read(content: dict) -> Estimate | None:
         of_seeds = []
         for found in content["seeds"].values():
-            losses = {trained: run_at(found, "flt", trained)["loss_at"] for trained in between_loops}
-            of_seeds.append(
-                [losses[k][str(fewer)] - losses[k][str(more)] for k, (fewer, more) in between_loops.items()]
-            )
+            runs = {trained: run_at(found, "flt", trained) for trained in between_loops}
+            gains = [
+                loss_after(runs[k], fewer) - loss_after(runs[k], more) for k, (fewer, more) in between_loops.items()
+            ]
+            of_seeds += [] if math.isnan(fmean(gains)) else [gains]  # where a run diverged
         if all(abs(gain) < least for gains in of_seeds for gain in gains):
             return None
         return over_seeds(map(fmean, of_seeds))
@@ -297,15 +308,15 @@ def variant_claims() -> list[Claim]:
 def charts(content: dict) -> list[Chart]:
     ours = []
     for i, (system, name) in enumerate(NAMES.items()):
-        points = [(k, fmean(run["loss"] for run in runs_at(content, system, k))) for k in (3, 6, 9, 12)]
+        points = [(k, fmean(map(loss_of, runs_at(content, system, k)))) for k in (3, 6, 9, 12)]
         ours.append(Line(name, points, f"c{i}"))
     deeper = [
-        Line(f"trained with {k}", [(n, fmean(run["loss_at"][str(n)] for run in runs_at(content, "flt", k)))
+        Line(f"trained with {k}", [(n, fmean(loss_after(run, n) for run in runs_at(content, "flt", k)))
                                    for n in (1, 3, 6, 9, 12)], ordered(i, 4))
         for i, k in enumerate((3, 6, 9, 12))
     ]  # fmt: skip
     norms = [
-        Line(NAMES[system], [(k, fmean(run[f"residual_norm/loop_{k}"] for run in runs_at(content, system, 12)))
+        Line(NAMES[system], [(k, fmean(norm_after(run, k) for run in runs_at(content, system, 12)))
                              for k in range(1, 13)], f"c{i}")
         for i, system in enumerate(NAMES)
     ]  # fmt: skip
