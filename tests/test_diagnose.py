@@ -40,6 +40,18 @@ def test_linear_loop_norms_and_changes():
     assert after_block == pytest.approx(injected)
 
 
+def test_tied_layers_are_seen_in_every_place():
+    """A layer that takes two places has the states of two layers with the same weights."""
+    apart = tiny_model(num_core_layers=2, num_loops=3)
+    apart.model.core[1].load_state_dict(apart.model.core[0].state_dict())
+    tied = copy.deepcopy(apart)
+    tied.model.core[1] = tied.model.core[0]
+    expected, found = (dynamics.state_dynamics(model, BATCH, num_loops=3) for model in (apart, tied))
+    assert found == expected
+    with pytest.raises(ValueError, match="^premises tell layers apart, but layers of this core are tied"):
+        premises(tied, BATCH)
+
+
 def test_measures_see_the_states_of_a_replaced_core_pass():
     model, seen = tiny_model(num_loops=4), []
 

@@ -73,16 +73,20 @@ def trace(model, batch: dict, num_loops: int | None = None) -> Trace:
         if not seen.entering:
             seen.embedded.append(kept(embedded))
         seen.entering.append(kept(state))
+        seen.stages.append([])
         after = core_pass(state, embedded, *inputs)
         seen.states.append(kept(after))
         return after
 
-    handles = [base.core[0].register_forward_pre_hook(lambda _, a: seen.stages.append([kept(a[0])]))]
+    def enters(_, arguments):
+        if not seen.stages[-1]:  # else a layer that is tied to the first
+            seen.stages[-1].append(kept(arguments[0]))
 
     def leaves(_, arguments, output):  # a tuple also holds keys and values that loops share
         seen.stages[-1].append(kept(output[0] if isinstance(output, tuple) else output))
 
-    for block in [*base.core, *([] if base.change_gate is None else [base.change_gate])]:
+    handles = [base.core[0].register_forward_pre_hook(enters)]
+    for block in {*base.core, *([] if base.change_gate is None else [base.change_gate])}:
         handles.append(block.register_forward_hook(leaves))
     if len(base.prelude):
         handles.append(base.prelude[0].register_forward_pre_hook(lambda _, a: seen.embedded.append(kept(a[0]))))

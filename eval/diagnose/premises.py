@@ -101,6 +101,8 @@ def premises(model, batch: dict, *, num_loops: int | None = None) -> dict:
             f"premises are of layers that all loops share, but with loop_lora_rank={config.loop_lora_rank} each loop "
             "adds to them; they are not measured for this model"
         )
+    if len({branch.linear for branch in watched}) < len(watched):
+        raise ValueError("premises tell layers apart, but layers of this core are tied; they are not measured for it")
     with hooks(*(branch.linear.register_forward_hook(branch.add) for branch in watched)), evaluating(model):
         states = trace(model, batch, depth).trajectory
     _, products = increment_products(states)
