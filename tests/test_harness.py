@@ -577,13 +577,14 @@ def test_exits_of_generated_tokens(model, selection, fewest):
 def test_options_that_were_saved_change_no_text(model, exits, monkeypatch):
     """Nor its loops; drafts of 2 loops are none at depth 1."""
     lm, found = LoopedLM(model, num_loops="1,4", device="cpu", **exits), []
-    for saved in ({}, {"draft_loops": 2}, {"exit_criterion": "max_prob", "prompt_loops": 1, "exit_interval": 3}):
+    exits_saved = {"exit_criterion": "max_prob", "prompt_loops": 1, "exit_interval": 3}
+    for saved in ({}, {"draft_loops": 2}, exits_saved, {"max_new_tokens": 2}):
         with monkeypatch.context() as patched:
             for name, value in saved.items():
                 patched.setattr(lm.model.generation_config, name, value, raising=False)
             for depth in lm.depths:
                 found.append([lm.at(depth).generate_until([asked_to_write("a b c")], True), lm.mean_loops])
-    assert found[:2] == found[2:4] == found[4:]
+    assert found[:2] == found[2:4] == found[4:6] == found[6:]
 
 
 def test_exits_after_all_loops_of_texts_by_a_model_with_a_coda(tmp_path):

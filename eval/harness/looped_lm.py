@@ -509,8 +509,10 @@ class LoopedLM(HFLM):
     # generation
 
     def _model_generate(self, context, max_length, stop, **generation_kwargs):
-        # of what may be saved with the model, drafts change no text, but do not go with exits and small depths
-        settings = {"num_loops": self.depth, "state_seed": self.state_seed, "draft_loops": None, **generation_kwargs}
+        # of what may be saved with the model, drafts change no text, but do not go with exits and small depths, and
+        # max_new_tokens would go before max_length
+        saved = {"draft_loops": None, "max_new_tokens": None}
+        settings = {"num_loops": self.depth, "state_seed": self.state_seed, **saved, **generation_kwargs}
         if self.rule is None:
             return super()._model_generate(context, max_length, stop, **settings)
         exits = {"exit_criterion": self.rule.name, "exit_threshold": self.rule.threshold}
