@@ -32,6 +32,7 @@ from tests.test_shared_passes import is_full
 openai = pytest.importorskip("openai")
 uvicorn = pytest.importorskip("uvicorn")
 serve = pytest.importorskip("looped_eval.serve.command")
+testclient = pytest.importorskip("fastapi.testclient")
 
 TEMPLATE = "{% for turn in messages %}{{ turn['role'][0] }} {{ turn['content'] }} {% endfor %}"
 TURNS = [{"role": "user", "content": "b c"}]
@@ -695,6 +696,19 @@ def test_the_model_by_its_name(served):
     with pytest.raises(openai.NotFoundError, match="nothing at /v1/responses, but at /v1/chat/completions, ") as error:
         client.responses.create(model="tiny", input="a")
     assert error.value.body["code"] == 404
+
+
+def test_a_depth_that_was_saved_is_that_of_the_server():
+    """It may be more than 4 times that of the config."""
+    model = tiny_model(vocab_size=30, num_loops=2, eos_token_id=None)
+    model.generation_config.num_loops = 9
+    with SharedPasses(model) as passes:
+        client = testclient.TestClient(serve.build_app("tiny", model, tiny_tokenizer(), passes), "http://localhost")
+        body = {"prompt": "a", "max_tokens": 2}
+        assert client.post("/v1/completions", json=body).json()["token_loops"] == [9, 9]
+        refused = client.post("/v1/completions", json={**body, "num_loops": 37}).json()["error"]["message"]
+        assert refused == "num_loops=37 is more than the 36 that this server runs"
+        assert client.get("/v1/models/tiny").json()["num_loops"] == 9
 
 
 def test_a_bias_of_tokens(served):

@@ -49,15 +49,16 @@ def build_app(
     host: str = "localhost",
     api_key: str | None = None,
 ) -> FastAPI:
-    """Build the server. max_loops: the largest num_loops of a request; None means 4 times that of the model. host,
-    api_key: where it listens, and the key that requests have to send, if any."""
+    """Build the server. max_loops: the largest num_loops of a request; None means 4 times that of requests that name
+    none. host, api_key: where it listens, and the key that requests have to send, if any."""
     app, started = FastAPI(title=name), int(time.time())
+    num_loops = getattr(model.generation_config, "num_loops", None) or model.config.num_loops
     app.add_middleware(
         LimitedSize, most_bytes=max(LEAST_BYTES, BYTES_PER_TOKEN * model.config.max_position_embeddings)
     )
     app.add_middleware(EndsCancelled)
     app.add_middleware(Admits, host=host, api_key=api_key)
-    manager = SharedGenerateManager(passes, 4 * model.config.num_loops if max_loops is None else max_loops)
+    manager = SharedGenerateManager(passes, 4 * num_loops if max_loops is None else max_loops)
     one, state = OneModel(name, model, tokenizer), SharedState(manager)
     with suppress(ValueError):  # told to those who ask for a form
         vocabulary(one.of_forms, model)
@@ -96,7 +97,7 @@ def build_app(
         "object": "model",
         "created": started,
         "owned_by": "",
-        "num_loops": model.config.num_loops,
+        "num_loops": num_loops,
     }
 
     @app.head("/v1/models", include_in_schema=False)
