@@ -657,6 +657,17 @@ def test_beams_are_told_at_their_end(served):
         complete(served[2], "a b", 3, beams, stream=True)
 
 
+def test_a_stream_of_drafts_that_transformers_takes_from_the_prompt(served):
+    """It is given several tokens at a time, and their loops at its end."""
+    drafts = {"generation_config": '{"prompt_lookup_num_tokens": 3}'}
+    whole, stream = (
+        complete(served[2], "a b a b", 8, drafts),
+        list(complete(served[2], "a b a b", 8, drafts, stream=True)),
+    )
+    assert "".join(chunk.choices[0].text for chunk in stream) == whole.choices[0].text
+    assert stream[-1].token_loops == whole.token_loops and stream[-1].usage == whole.usage
+
+
 def test_too_many_beams_are_refused_before_the_prompt_is_repeated(served, monkeypatch):
     monkeypatch.setattr(served[3], "generate", lambda *args, **kwargs: pytest.fail("it begins"))
     for beams, reason in ((5, "5 sequences in one call are more than max_rows=4"), (4, "a request of 316 tokens")):

@@ -83,18 +83,16 @@ class WholeStream(BaseStreamer):
 
     def __init__(self, streamer, asked: Asked, parts: AnswerParts):
         self.streamer, self.asked, self.parts = streamer, asked, parts
-        self.tokens: list[int] = []
         self._cancelled = streamer._cancelled
         streamer._decode_stream, streamer._parser = self, None
 
     def put(self, value):
-        self.streamer.put(value)
+        self.streamer.put(value if value is None else value.flatten())  # assisted decoding puts rows of tokens
 
     def put_loops(self, loops):
         self.asked.loops.extend(loops.tolist())
 
     def step(self, _, token: int):
-        self.tokens.append(token)
         self.send(self.parts.put(token))
 
     def send(self, parts: list):
@@ -102,7 +100,9 @@ class WholeStream(BaseStreamer):
             self.streamer._enqueue(part)
 
     def end(self):
-        self.asked.note_end(self.tokens)
+        pass  # `close` does, once the loops of all tokens are known
+
+    def close(self):
         self.send(self.parts.end())
         self.streamer.end()
 
@@ -153,6 +153,8 @@ class ModelOfRequest:
         asked.loops[:] = result.token_loops[0].tolist()
         ids = result.sequences[0].tolist()
         asked.note_end(ids[length:])
+        if isinstance(streamer, WholeStream):
+            streamer.close()
         for token, logits in zip(ids[length:], result.logits or ()):  # of a decoding loop of transformers
             self.until_cancelled.foretold += foretold(logits, [token], asked.likeliest)
         self.note_likelihoods(kwargs["tokenizer"], ids, length)
