@@ -58,7 +58,6 @@ def convert(
     if not is_of_training:
         source = model_inside(str(source))
         check_source(source)
-        check_folder(source)
     from looped_recipes.engine.foreign_checkpoints import read_training_checkpoint
     from modeling_looped import LoopedForCausalLM
     from modeling_looped.formats.folder import TOKENIZER_FILES, find_file
@@ -79,6 +78,7 @@ def convert(
     if is_of_training:
         model, own_tokenizer = read_training_checkpoint(source, **depth)
     else:
+        check_folder(source)
         model = LoopedForCausalLM.from_pretrained(source, dtype=stored_dtype(source), **depth)
         refuse_quantized(model)
         refuse_adapter(model)
