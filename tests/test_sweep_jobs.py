@@ -162,6 +162,13 @@ def test_unknown_settings_of_jobs_are_refused(sweep, slurm):
 
 
 @needs_submitit
+def test_jobs_that_slurm_refuses_are_said_in_a_line(sweep, slurm, tmp_path):
+    (tmp_path / "programs" / "sbatch").write_text("#!/bin/sh\necho 'sbatch: error: no partition' >&2\nexit 1\n")
+    with pytest.raises(CommandError, match="Slurm took no jobs: .*sbatch: error: no partition; correct slurm.KEY"):
+        main([*sweep("there"), "--runner", "slurm", "slurm.partition=no"])
+
+
+@needs_submitit
 def test_a_machine_without_slurm_is_said(sweep):
     with pytest.raises(RecipeError, match="there is no srun here"):
         main([*sweep("there"), "--runner", "slurm"])

@@ -55,7 +55,12 @@ def train_on_slurm(runs: list[Run], settings: dict):
     jobs = jobs_under_way(folder, runs)
     missing = [run for run in runs if run.name not in jobs]
     if missing:
-        submitted = executor.map_array(TrainingJob(), missing)
+        try:
+            submitted = executor.map_array(TrainingJob(), missing)
+        except RuntimeError as error:  # of submitit, with what sbatch says
+            raise CommandError(
+                f"Slurm took no jobs: {' '.join(str(error).split())}; correct slurm.KEY=VALUE of the command"
+            ) from error
         jobs |= {run.name: job for run, job in zip(missing, submitted)}
     print(
         f"{len(missing)} jobs submitted, {len(jobs) - len(missing)} under way already; what they say is in {folder}. "
