@@ -13,6 +13,7 @@ import os
 from pathlib import Path
 
 from looped_recipes.common.command_line import Parser, run_command, say_result, trust_of, typed
+from looped_recipes.common.files import check_writable
 from looped_recipes.common.hub import check_source, model_inside
 
 
@@ -45,6 +46,7 @@ def average(out: Path, models: list[str], decay: float, trust_remote_code: bool)
     from modeling_looped.formats.writing import check_new, copy_tokenizer, whole_folder
 
     check_new(out)
+    check_writable(out.parent, "as OUT")
     *earlier, last = places = [place_of(name) for name in models]
     folders = [os.path.realpath(place) for place in places]
     if twice := [place for place, folder in zip(places, folders) if folders.count(folder) > 1]:

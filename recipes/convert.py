@@ -22,6 +22,7 @@ from pathlib import Path
 
 from looped_recipes.common.checksums import check_folder
 from looped_recipes.common.command_line import Parser, run_command, say_result, typed
+from looped_recipes.common.files import check_writable
 from looped_recipes.common.hub import check_source, is_training_checkpoint, model_inside
 
 
@@ -71,6 +72,7 @@ def convert(
     )
 
     check_new(Path(out))  # before much is read
+    check_writable(Path(out).parent, "as OUT")
     if tokenizer is not None and all(find_file(tokenizer, name, {}) is None for name in TOKENIZER_FILES):
         raise OSError(f"there is no tokenizer in {tokenizer}: it has none of {', '.join(TOKENIZER_FILES)}")
     depth = {} if num_loops is None else {"num_loops": num_loops}

@@ -1,6 +1,7 @@
 """`looped convert`: between layouts, with tokenizer and generation config, or not at all."""
 
 import json
+import os
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors import SafetensorError
 from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
+from looped_recipes.average import main as average
 from looped_recipes.common import hub
 from looped_recipes.common.checksums import write_checksums
 from looped_recipes.convert import main
@@ -152,6 +154,17 @@ def test_quantized_weights_are_refused(to, tmp_path):
         with pytest.raises(ValueError, match="weights of .*ours are quantized"):
             save_public(LoopedForCausalLM.from_pretrained(tmp_path / "ours"), tmp_path / "out", to)
     assert [path.name for path in tmp_path.iterdir()] == ["ours"]
+
+
+def test_a_place_that_cannot_be_written_is_said_before_anything_is_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)  # of a system mounted to be read
+    monkeypatch.setattr(LoopedForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("was read"))
+    for name in ("a", "b"):
+        write(tmp_path / name, *made("ouro"))
+    one, other, out = (str(tmp_path / name) for name in ("a", "b", "out"))
+    for command, arguments in ((main, [one, out]), (average, [out, one, other])):
+        with pytest.raises(PermissionError, match=f"{tmp_path} can not be written to: .* as OUT"):
+            command(arguments)
 
 
 @pytest.mark.parametrize("to", [None, "llama", "nanbeige"])
