@@ -885,6 +885,12 @@ def test_forms_over_loops_and_floors_that_can_be_told():
     assert parcae_laws.over_exponential(content, "shifted_power") is None
     assert parcae_laws.floor_percent(content) == 0.1
     assert parcae_laws.percent_of_misfit(1e-4) == pytest.approx(10.05)  # linear: 1e-3 * (0.1005 - 0.0005)
+    beyond = {"misfits_beyond": {"exponential": 1e-6, "shifted_power": 1e-4}}
+    assert parcae_laws.over_exponential(beyond, "shifted_power", "misfits_beyond") == pytest.approx(2.0)
+    decays = {"one": {"misfit": 1.0, "misfit_beyond": 2.0}, "none": {"misfit": 10.0, "misfit_beyond": 2.0}}
+    assert parcae_laws.without_mean_depth({"forms_of_decay": decays}, "misfit") == pytest.approx(1.0)
+    assert parcae_laws.without_mean_depth({"forms_of_decay": decays}, "misfit_beyond") == 0
+    assert parcae_laws.without_mean_depth({"forms_of_decay": {"one": decays["one"]}}, "misfit") is None
     flat = {"misfits": misfits | {"power_without_floor": 3e-7}, "floor_percent": 0.1}
     assert parcae_laws.percent_of_misfit(3e-7) == pytest.approx(0.0775, abs=1e-4)  # half of a square
     assert parcae_laws.floor_percent(flat) is None and parcae_laws.floor_percent({}) is None
