@@ -753,11 +753,12 @@ def test_chat_completes_each_line_by_itself(folder, capsys, monkeypatch):
     assert "[2.00 of 2 loops a token]" in said and shown.startswith(said)
 
 
-def test_chat_with_exits_leaves_out_drafts_that_were_saved(tmp_path, capsys):
+def test_chat_with_exits_or_few_loops_leaves_out_drafts_that_were_saved(tmp_path, capsys):
     model = tiny_model(eos_token_id=None)
     model.generation_config.draft_loops = 1
     model.save_pretrained(tmp_path)
     tiny_tokenizer().save_pretrained(tmp_path)
+    chat.main([str(tmp_path), "a", *GREEDY, "--num-loops", "1"])
     chat.main([str(tmp_path), "a", *GREEDY, "--exit-criterion", "kl", "--exit-threshold", "100"])
     assert "% of them saved]" in capsys.readouterr().out
 

@@ -109,8 +109,8 @@ def main(arguments: list[str] | None = None):
     settings = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     if args.exit_criterion == "none":  # switches off the criterion that was saved with the model
         settings["exit_criterion"] = None
-    elif args.exit_criterion is not None:  # which goes without drafts, as may be saved with the model
-        settings["draft_loops"] = None
+    if args.num_loops is not None or args.exit_criterion not in (None, "none"):
+        settings["draft_loops"] = None  # drafts that were saved with the model change no text, and may not go with it
     settings |= {"max_new_tokens": args.max_new_tokens, "do_sample": args.temperature > 0}
     if args.temperature > 0:
         settings["temperature"] = args.temperature
