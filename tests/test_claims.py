@@ -1223,7 +1223,7 @@ def test_questions_exit_where_every_word_is_certain():
     right = (said == ids[:, 3:]).all(-1)
     questions = [{"text": words(row[:3]), "choices": [words(row[3:])], "answer": 0} for row in ids]
     found = answer(model, Words(), questions)
-    assert len(set(exits)) > 2 and found["exit_loops"] == pytest.approx(fmean(exits) + 1)
+    assert len(set(exits)) > 1 and found["exit_loops"] == pytest.approx(fmean(exits) + 1)
     assert found["accuracy"] == pytest.approx(right.double().mean(1).tolist())
     assert found["exit_accuracy"] == pytest.approx(fmean(right[k, i].item() for i, k in enumerate(exits)))
 
