@@ -1,4 +1,4 @@
-# make demo      see what loops are for, in about five minutes: a task, a text model, and a page of both
+# make demo      see what loops are for, in five to fifteen minutes: a task, a text model, and a page of both
 # make test      ruff check, the types, and the tests, without the slow ones
 # make test-all  every test, with fresh random examples
 # make test-floor  the tests, without the slow ones, at the oldest versions that pyproject.toml declares

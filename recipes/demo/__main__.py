@@ -5,7 +5,7 @@ from looped_recipes.demo.options import parse
 def begin(arguments: list[str]):
     """Check the arguments and print a note before the libraries are imported, which takes seconds."""
     if parse(arguments).ask is None:
-        print("about five minutes on two idle cores; stopped by Ctrl-C, the same command goes on", flush=True)
+        print("five to fifteen minutes on two cores; stopped by Ctrl-C, the same command goes on", flush=True)
 
 
 if __name__ == "__main__":

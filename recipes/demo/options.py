@@ -1,4 +1,4 @@
-"""A first look, from nothing, in about five minutes on two CPU cores: `looped demo`.
+"""A first look, from nothing, in five to fifteen minutes on two CPU cores: `looped demo`.
 
 Trains a looped model and a control with one loop on questions that take several steps, shows after how many loops each
 kind of question is answered, then trains a small looped model on text, Python's own library and documentation, and
