@@ -343,9 +343,11 @@ def test_headline_numbers_are_those_of_the_results():
     decoding = speedups("benchmark", "python -m eval.benchmark decode --new-tokens 48")["float32"][0]
     alone = speedups("benchmark", "looped benchmark decode --batch 1 --new-tokens 48")["float32"][0]
     amx = [speedups("benchmark_amx", f"looped benchmark llama --batch {rows}")["float32"][0] for rows in (4, 1)]
+    older = [speedups("benchmark_avx2", f"looped benchmark llama --{rows}")["float32"] for rows in ("new", "batch 1")]
     steps = speedups("benchmark_amx", "looped benchmark train")
     compared += [
         f"decoding in fp32 is {decoding:.2f} times as fast with 4 rows and {alone:.2f} times with one on",
+        f"{' and '.join(f'{min(each):.2f} to {max(each):.2f}' for each in older)} times on an older one",
         f"with AMX {amx[0]:.2f} and {amx[1]:.2f} times, and a training step {steps['float32'][0]:.2f} times in fp32",
         f"{min(steps['bfloat16']):.2f} to {max(steps['bfloat16']):.2f} times in bf16",
     ]
