@@ -7,7 +7,7 @@ import torch
 from transformers import TextStreamer
 
 from looped_eval.common.findings import loops_in_words
-from looped_eval.common.model_folder import open_config, open_model, open_tokenizer
+from looped_eval.common.model_folder import loops_by_default, open_config, open_model, open_tokenizer
 from looped_recipes.common.command_line import check_prompt
 from looped_recipes.common.words import counted
 
@@ -116,7 +116,7 @@ def main(arguments: list[str] | None = None):
         settings["temperature"] = args.temperature
     if args.seed is not None:
         torch.manual_seed(args.seed)
-    full = args.num_loops or getattr(model.generation_config, "num_loops", None) or config.num_loops
+    full = args.num_loops or loops_by_default(model)
     conversation = Conversation(model, tokenizer, settings, args.system)
     if in_terminal := not args.prompt and sys.stdin.isatty():
         how = "answers in turns" if conversation.answers_in_turns else "was trained on no chats: it completes text"

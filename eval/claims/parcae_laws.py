@@ -75,18 +75,21 @@ def read_laws(folder: Path) -> dict | None:
     return result_of("laws")(folder) if runs_of(folder) else None
 
 
+def log_ratio(misfits: dict[str, float], form: str, other: str) -> float | None:
+    """Return log10 of the misfit of a form over that of another; None where one of them is not known."""
+    one, two = misfits.get(form), misfits.get(other)
+    return math.log10(one / two) if one and two else None
+
+
 def over_exponential(content: dict, form: str, misfits: str = "misfits") -> float | None:
     """Return log10 of the misfit of a form over that of the exponential, on curves over test depth."""
-    found = content.get(misfits, {})
-    other, exponential = found.get(form), found.get("exponential")
-    return math.log10(other / exponential) if other and exponential else None
+    return log_ratio(content.get(misfits, {}), form, "exponential")
 
 
 def without_mean_depth(content: dict, misfit: str) -> float | None:
     """Return log10 of the misfit of the law of both depths without the mean depth in its decay, over that with it."""
     forms = content.get("forms_of_decay", {})
-    none, one = (forms.get(name, {}).get(misfit) for name in ("none", "one"))
-    return math.log10(none / one) if none and one else None
+    return log_ratio({name: found[misfit] for name, found in forms.items()}, "none", "one")
 
 
 def percent_of_misfit(huber: float) -> float:
@@ -111,12 +114,6 @@ def learned_power(content: dict) -> float | None:
 
 def of_both_depths(content: dict, error: str) -> float | None:
     return content.get("both_depths", {}).get(error)
-
-
-def ratio_of(misfits: dict[str, float]) -> Effect:
-    """Return the rule for a ratio of two misfits, the paper's first being the smaller one."""
-    one, other = misfits.values()
-    return Effect(math.log10(other / one))
 
 
 def law_claims() -> list[Claim]:
@@ -146,17 +143,15 @@ def law_claims() -> list[Claim]:
         *(
             claim("figure 8, table 12", "the loss over loops at test time is nearer to an exponential than to "
                   f"{words}, 140M", f"log10 of the misfit of {words} over that of an exponential",
-                  partial(over_exponential, form=form), Effect(math.log10(misfit / MISFITS["exponential"])), **LARGER)
-            for form, words, misfit in (("shifted_power", "a shifted power", MISFITS["shifted_power"]),
-                                        ("power", "a power", MISFITS["power"]),
-                                        ("power_without_floor", "a power without a floor",
-                                         MISFITS["power_without_floor"]))
+                  partial(over_exponential, form=form), Effect(log_ratio(MISFITS, form, "exponential")), **LARGER)
+            for form, words in (("shifted_power", "a shifted power"), ("power", "a power"),
+                                ("power_without_floor", "a power without a floor"))
         ),
         claim("table 12", "and, fitted to loops up to the mean depth, foretells those beyond it 6.7 times as near as "
               "a shifted power, 140M, by the cells",
               "log10 of the misfit of a shifted power over that of an exponential",
-              partial(over_exponential, form="shifted_power", misfits="misfits_beyond"), ratio_of(MISFITS_BEYOND),
-              **LARGER),
+              partial(over_exponential, form="shifted_power", misfits="misfits_beyond"),
+              Effect(log_ratio(MISFITS_BEYOND, "shifted_power", "exponential")), **LARGER),
         claim("table 13", f"the floor of the exponential is the loss at the mean depth, to {FLOOR:g} %, 140M",
               "mean difference, %", floor_percent, AtMost(FLOOR), **LARGER),
         claim("section 5.3, figure 26", "one law of training and test depth foretells the loss of held-out models to "
@@ -166,9 +161,10 @@ def law_claims() -> list[Claim]:
               "the same, %", partial(of_both_depths, error="percent_above_measured"), AtMost(0.17), **LARGER),
         claim("appendix L, table 14", "without the mean depth in its decay that law misses the runs it was fitted to "
               "2.8 times as far, 140M, by the cells (the text: 3.5 times)", "log10 of the ratio of misfits",
-              partial(without_mean_depth, misfit="misfit"), ratio_of(OF_DECAY), **LARGER),
+              partial(without_mean_depth, misfit="misfit"), Effect(log_ratio(OF_DECAY, "none", "one")), **LARGER),
         claim("appendix L, table 14", "and held-out ones 1.25 times as far, 140M", "the same at the largest budget",
-              partial(without_mean_depth, misfit="misfit_beyond"), ratio_of(OF_DECAY_BEYOND), **LARGER),
+              partial(without_mean_depth, misfit="misfit_beyond"), Effect(log_ratio(OF_DECAY_BEYOND, "none", "one")),
+              **LARGER),
         claim("appendix L, table 14", "it divides loops by a power of the mean depth that, learned, is 1.19, 140M",
               "power", learned_power, Near(1.19, 0.15), **LARGER),
     ]  # fmt: skip

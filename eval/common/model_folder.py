@@ -46,6 +46,11 @@ def open_model(folder: Path, args, **asked) -> LoopedForCausalLM:
     return model.to(args.device).eval()
 
 
+def loops_by_default(model) -> int:
+    """Return how many loops `generate` runs where a call names none: what was saved for it, else the config's."""
+    return getattr(model.generation_config, "num_loops", None) or model.config.num_loops
+
+
 def open_tokenizer(folder: Path, name: str | None, config: LoopedConfig):
     """Open the tokenizer of a model. name: another tokenizer, for a model that has none, as in `named_tokenizer`."""
     if name is None and not (folder / "tokenizer_config.json").is_file():

@@ -82,10 +82,9 @@ def try_all(name: str, units: Units, min_loops: int) -> Tried:
 def between(best: torch.Tensor) -> torch.Tensor:
     """Return thresholds in the middle between each score and the next lower one: a score that another pass rounds
     otherwise passes the same ones. best: from the highest down."""
-    middles = best.clone()
-    middles[:-1] = (best[:-1] + best[1:]) / 2
-    is_between = middles.isfinite() & (middles > torch.cat([best[1:], best[-1:]]))
-    return torch.where(is_between, middles, best)
+    lower = torch.cat([best[1:], best[-1:]])
+    middles = (best + lower) / 2
+    return torch.where(middles.isfinite() & (middles > lower), middles, best)
 
 
 def calibrate(name: str, units: Units, budget: float, min_loops: int) -> float:

@@ -18,7 +18,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import StreamingResponse
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
-from looped_eval.common.model_folder import open_config, open_model, open_tokenizer
+from looped_eval.common.model_folder import loops_by_default, open_config, open_model, open_tokenizer
 from looped_recipes.common.errors import CommandError
 from modeling_looped.shared_passes import SharedPasses
 
@@ -52,7 +52,7 @@ def build_app(
     """Build the server. max_loops: the largest num_loops of a request; None means 4 times that of requests that name
     none. host, api_key: where it listens, and the key that requests have to send, if any."""
     app, started = FastAPI(title=name), int(time.time())
-    num_loops = getattr(model.generation_config, "num_loops", None) or model.config.num_loops
+    num_loops = loops_by_default(model)
     app.add_middleware(
         LimitedSize, most_bytes=max(LEAST_BYTES, BYTES_PER_TOKEN * model.config.max_position_embeddings)
     )

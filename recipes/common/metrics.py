@@ -94,9 +94,9 @@ def last_values(records: list[dict]) -> dict:
     step may have run more loops."""
     last: dict = {}
     for record in records:
-        replaced = {match[1] for key in record if (match := OF_A_LOOP.match(key))}
-        kept = {key: value for key, value in last.items() if key.rstrip("0123456789") not in replaced}
-        last = kept | record
+        if replaced := {match[1] for key in record if (match := OF_A_LOOP.match(key))}:
+            last = {key: value for key, value in last.items() if key.rstrip("0123456789") not in replaced}
+        last.update(record)
     return last
 
 
