@@ -81,7 +81,12 @@ def note_on_windows(recipe: Recipe, config: LoopedConfig) -> str | None:
 
 def check_within(recipe: Recipe, steps: int):
     """Refuse settings that name a step which the run does not reach."""
-    logging = recipe.logging
+    logging, growing = recipe.logging, recipe.depth.curriculum_steps
+    if growing is not None and growing > steps:
+        raise RecipeError(
+            f"depth.curriculum_steps={growing} are more than the {steps} steps of the run, which would never train at "
+            "its full depth: lower them"
+        )
     for name in ("stop_after", "export_every"):
         value = getattr(recipe.training, name)
         if value is not None and value > steps:
