@@ -30,7 +30,7 @@ from transformers import PreTrainedTokenizerFast
 from looped_eval.budget import command as budget
 from looped_eval.common.model_folder import open_tokenizer
 from looped_eval.harness import command as harness
-from looped_eval.harness import looped_lm
+from looped_eval.harness import token_scorer
 from looped_eval.harness.answers import checksum_of_weights
 from looped_eval.harness.looped_lm import LoopedLM
 from looped_recipes.common.command_line import parse_depths
@@ -314,7 +314,7 @@ def test_logits_of_a_few_tokens_are_in_memory(model, monkeypatch, exits):
     whole = torch.stack(lm.score_documents(documents, True))
     loops = whole[0, 0, 2]
     assert 20 < loops < 20 * 3 if exits else loops == 20 * 3
-    monkeypatch.setattr(looped_lm, "TOKENS_READ", 8)
+    monkeypatch.setattr(token_scorer, "TOKENS_READ", 8)
     monkeypatch.setattr(lm.model, "logits", lambda hidden: heads.append(hidden.shape[1]) or head(hidden))
     torch.testing.assert_close(torch.stack(lm.score_documents(documents, True)), whole)
     num_read = 3 if exits else 1
@@ -326,7 +326,7 @@ def test_exits_that_stop_are_read_for_a_few_tokens_at_a_time(model, monkeypatch)
     lm = LoopedLM(model, num_loops=3, batch_size=2, device="cpu", **exits)
     documents, read, log_p = [list(range(3, 23)), list(range(5, 12))], [], lm._log_p
     whole = torch.stack(lm.score_documents(documents, True))
-    monkeypatch.setattr(looped_lm, "TOKENS_READ", 8)
+    monkeypatch.setattr(token_scorer, "TOKENS_READ", 8)
     monkeypatch.setattr(lm, "_log_p", lambda logits, targets: read.append(len(logits)) or log_p(logits, targets))
     assert torch.stack(lm.score_documents(documents, True)).equal(whole)
     assert read == [8] * 3 + [3]

@@ -1,4 +1,4 @@
-"""What an answer of a model depends on: one that was kept is recalled only where all of this is as it was."""
+"""Answers that are kept in a file, and what they depend on: one is recalled only where all of that is as it was."""
 
 import json
 from pathlib import Path
@@ -86,3 +86,16 @@ def vocabulary_of(tokenizer) -> list:
         return [str(tokenizer), tokenizer.get_vocab()]
     parts = json.loads(fast.to_str())
     return [str(tokenizer), {name: part for name, part in parts.items() if name not in ("padding", "truncation")}]
+
+
+def open_answers(path: str):
+    from sqlitedict import SqliteDict
+
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    # by itself it stores pickles, which run code when they are read
+    return SqliteDict(path, tablename="answers", encode=json.dumps, decode=decoded)
+
+
+def decoded(text: str) -> tuple:
+    value, *counts = json.loads(text)
+    return tuple(value) if isinstance(value, list) else value, *counts
