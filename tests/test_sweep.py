@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 from accelerate.state import AcceleratorState, PartialState
 
-from looped_recipes.common.metrics import DIVERGED
+from looped_recipes.common.metrics import DIVERGED, MetricsLog, divergence_of
 from looped_recipes.common.replicas import Outcome, Replicas
 from looped_recipes.engine import sweeps
 from looped_recipes.engine.sweep_runs import load_sweep, runs_of
@@ -263,6 +263,25 @@ def test_a_run_that_stopped_is_recorded_with_its_reason(tmp_path):
     folder.mkdir(parents=True)
     (folder / DIVERGED).write_text("the loss of step 3 is nan")
     assert outcome(run)["diverged"] == "the loss of step 3 is nan" and outcome(run)["loss"] is None
+
+
+def test_a_run_that_diverged_is_not_the_result_of_one_that_leaves_out_more_steps(tmp_path):
+    path, arguments = written(tmp_path, "grid: {model.num_loops: [1]}"), [f"training.output_dir={tmp_path}"]
+    (run,) = load_sweep(path, arguments)
+    folder = Path(run.recipe.training.output_dir)
+    folder.mkdir(parents=True)
+    (folder / DIVERGED).write_text("the loss of step 3 is nan")
+    run.recipe.save(folder / "recipe.yaml")
+    assert outcome(run)["loss"] is None
+    (other,) = load_sweep(path, [*arguments, "training.skip_nonfinite_steps=5"])
+    with pytest.raises(RecipeError, match="training.skip_nonfinite_steps was 0, is 5"):
+        outcome(other)
+
+
+def test_a_run_that_goes_on_has_not_diverged(tmp_path):
+    (tmp_path / DIVERGED).write_text("the loss of step 3 is nan")
+    MetricsLog(tmp_path / "metrics.jsonl", accelerator=None).start(0, None)
+    assert divergence_of(tmp_path, loss=3.0) is None
 
 
 def test_a_run_that_diverges_ends_in_its_trackers_before_the_next(training_text, tmp_path, monkeypatch):

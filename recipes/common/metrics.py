@@ -27,7 +27,8 @@ class MetricsLog:
         """
         kept = [] if saved is None else read_metrics(saved)
         kept = [record for record in kept if record["step"] < step]
-        (self.path.parent / LIST).unlink(missing_ok=True)  # checksums of a finished run
+        for name in (LIST, DIVERGED):  # of a run that had ended
+            (self.path.parent / name).unlink(missing_ok=True)
         write_whole(self.path, "".join(json.dumps(record) + "\n" for record in kept))
 
     def write(self, step: int, metrics: dict):

@@ -34,7 +34,11 @@ def refuse_other_recipe(run: Run):
     saved = Path(run.recipe.training.output_dir) / "recipe.yaml"
     if not saved.is_file():
         return
-    before, now = deciding_settings(load_recipe(saved)), deciding_settings(run.recipe)
+    recipe_before = load_recipe(saved)
+    before, now = deciding_settings(recipe_before), deciding_settings(run.recipe)
+    if (saved.parent / DIVERGED).exists():  # it may get to its end if it leaves out more steps
+        for settings, recipe in ((before, recipe_before), (now, run.recipe)):
+            settings["training"]["skip_nonfinite_steps"] = recipe.training.skip_nonfinite_steps
     if (compared := compared_of(run)) is not None:
         before[CODE], now[CODE] = compared.get(CODE), checksum_of_code(run.recipe)
     others = differing(before, now)
