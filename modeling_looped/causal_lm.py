@@ -25,6 +25,7 @@ from torch import nn
 from transformers.cache_utils import Cache
 
 from .checks import check_inputs
+from .clients import warn_of_objective
 from .compatibility import OtherArguments, named_cache, one_cache, tuples_on_request
 from .configuration_looped import LoopedConfig
 from .cpu import project
@@ -188,6 +189,8 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin, LoopedLoss
         if labels is not None:
             in_order = logits if isinstance(keep, slice) else None  # chosen positions may be in any order
             every_loop = asked.output_loop_losses
+            if not (self.training or every_loop or torch.is_grad_enabled()):
+                warn_of_objective(self.config, self.model.auxiliary_loss_of_head)
             loss, losses, token_losses = self._losses(outputs, in_order, gates, exits, depths, labels, every_loop)
             loss = self._with_auxiliary(loss, outputs, depths, labels)
         return LoopedCausalLMOutputWithPast(

@@ -129,6 +129,17 @@ def warn_of_untrained_input(trunk, plan: DepthPlan, num_rows: int):
         )
 
 
+def warn_of_start_without_noise(config, depths):
+    """Warn of a training pass from zeros in a model that is trained from noise, at depths that are drawn."""
+    if torch.compiler.is_compiling() or config.state_init != "normal":
+        return
+    logger.warning_once(
+        f"This training pass begins from zeros and runs num_loops={depths}, while models of state_init='normal' are "
+        "trained from noise and at depths that are drawn, as recipes do and modeling_looped.trainers.OwnLoss before a "
+        "Trainer: unless this is meant, take one of these, or pass initial_state=model.sample_initial_state(...)."
+    )
+
+
 def warn_of_untrained_between(trunk, plan: DepthPlan):
     """Warn if only the last of several loops has gradients, so that what stands between loops gets none."""
     if torch.compiler.is_compiling() or trunk.config.loop_loss == "gate" or plan.max_depth == 1:

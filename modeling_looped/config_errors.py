@@ -21,7 +21,7 @@ def raise_value_errors(cls):
             except StrictDataclassError as error:
                 if isinstance(error, ValueError):
                     raise
-                raise LoopedConfigError(str(error.__cause__ or error)) from error  # the cause names the fields
+                raise LoopedConfigError(str(error.__cause__ or error)) from None  # the cause names the fields
 
         return wrapper
 

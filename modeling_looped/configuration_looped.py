@@ -301,6 +301,9 @@ class LoopedConfig(DerivedFields):
     eos_token_id: int | list[int] | None = 2
 
     def __post_init__(self, num_hidden_layers: int | None = None, layer_types: list[str] | None = None, **kwargs):
+        if "preset" in kwargs:
+            preset = kwargs["preset"]
+            raise LoopedConfigError(f"preset={preset!r} is no field: call LoopedConfig.from_preset({preset!r}, ...)")
         if all(name.startswith("Looped") for name in self.architectures or ()):
             self._check_names(kwargs, NOT_READ)
         else:  # saved by a class that may add fields
@@ -324,7 +327,11 @@ class LoopedConfig(DerivedFields):
 
     @classmethod
     def from_preset(cls, name: str, **overrides) -> "LoopedConfig":
-        """Return the config of a published system, e.g. `from_preset("flt", num_core_layers=6)`; `overrides` win."""
+        """Return the config of a published system, e.g. `from_preset("flt", num_core_layers=6)`; `overrides` win.
+
+        `preset_names()` lists the systems, and presets.py has their fields. Some sizes follow from others, as the
+        number of heads from the width, or in "flt" and the four beside it the width from the number of layers.
+        """
         return cls(**preset_fields(name, overrides))
 
     @staticmethod

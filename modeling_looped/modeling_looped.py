@@ -47,6 +47,7 @@ from .checks import (
     check_windows,
     is_recorded,
     leave_out_cache,
+    warn_of_start_without_noise,
     warn_of_untrained_between,
     warn_of_untrained_input,
     why_no_cache,
@@ -249,6 +250,7 @@ class LoopedModel(LoopedPreTrainedModel):
         if self.training and torch.is_grad_enabled():
             warn_of_untrained_between(self, plan)
             if initial_state is None:
+                warn_of_start_without_noise(self.config, plan.depths)
                 warn_of_untrained_input(self, plan, len(embedded))
         if exit_watch is None:
             final, states = self.loop(embedded, state, plan, every_loop, context)

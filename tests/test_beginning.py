@@ -6,7 +6,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from looped_recipes.common.checksums import Damaged, write_checksums
-from looped_recipes.engine.beginning import build_model, check_start
+from looped_recipes.engine.beginning import build_model, check_start, note_on_vocabulary
 from looped_recipes.settings.costs import plan
 from looped_recipes.settings.recipe import RecipeError, load_recipe
 from looped_recipes.settings.run_checks import check_run
@@ -39,6 +39,17 @@ def test_the_recipe_of_a_saved_model_has_its_sizes(tmp_path, saved):
     assert "assumed" not in plan(recipe)
     missing = recipe_of(tmp_path, "some/model")
     assert plan(missing)["assumed"].startswith("some/model is not here")
+
+
+def test_a_vocabulary_that_is_far_too_large_is_told(tmp_path, saved):
+    (tmp_path / "recipe.yaml").write_text("training: {steps: 5}\n")
+    tokenizer = tiny_tokenizer()
+    for vocab_size, is_told in ((64, False), (127, False), (128, True)):
+        recipe = load_recipe(tmp_path / "recipe.yaml", [f"model.vocab_size={vocab_size}"])
+        note = note_on_vocabulary(recipe, recipe.model_config(), tokenizer)
+        assert (note is not None) == is_told and (note is None or note.endswith("model.vocab_size=64 would do"))
+    of_saved = recipe_of(tmp_path, saved)
+    assert note_on_vocabulary(of_saved, tiny_model(vocab_size=999).config, tokenizer) is None
 
 
 def test_other_tokens_are_refused(tmp_path, saved):

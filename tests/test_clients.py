@@ -611,6 +611,20 @@ def test_a_trainer_with_another_loss_is_said_to_be_one(loss, tmp_path, warnings_
         assert all(f"{field}={value!r}" in said for field, value in named.items())
 
 
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_loss_in_evaluation_that_makes_no_perplexity_is_said_to_be_one(loss, warnings_of_clients):
+    model, ids = tiny_model(**{**LOSSES[loss], "num_loops": 4}), random_ids(2, 5)
+    with torch.no_grad():
+        model.train()(ids, labels=ids)
+        outputs = model.eval()(ids, labels=ids, output_loop_losses=True)
+        assert warnings_of_clients == []
+        model(ids, labels=ids)
+    assert bool(warnings_of_clients) == (
+        outputs.loss.item() != pytest.approx(outputs.loop_losses[-1].item(), abs=1e-6)
+    )
+    assert bool(warnings_of_clients) == (loss != "terminal")
+
+
 def test_what_a_trainer_can_not_do_with_the_models_own_loss(tmp_path, warnings_of_clients):
     trl = trl_or_skip()
     from modeling_looped.trainers import OwnLoss

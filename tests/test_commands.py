@@ -178,12 +178,15 @@ def test_a_recipe_is_found_by_its_short_name(tmp_path, monkeypatch):
     (tmp_path / "smoke").mkdir()
     (tmp_path / "smoke/flt.yaml").write_text("")
     assert recipe_file("smoke/flt.yaml") == Path("smoke/flt.yaml")
-    listed = help_of_recipes("", [])
+    listed = help_of_recipes("", ["--help", "recipes"])
     assert "readout/44m/per_loop_raw.yaml" in listed and "parcae/ablations/table_4.sweep.yaml" in listed
     assert "accelerate/" not in listed
     assert similar_recipe(Path("ddp"), "recipe") is None
-    with pytest.raises(RecipeError, match="there is no recipe smoke/none.yaml, here or among those"):
+    with pytest.raises(RecipeError, match="there is no recipe smoke/none.yaml: neither here nor among those"):
         load_recipe("smoke/none.yaml")
+    for name in ("parcae", "recipes/parcae/"):
+        with pytest.raises(RecipeError, match="parcae is a folder of them: name one, such as parcae/large.yaml, parc"):
+            load_recipe(name)
 
 
 # Options and errors

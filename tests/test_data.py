@@ -265,6 +265,11 @@ def test_manifest_counts_what_is_there(make_data):
         assert counts["tokens"] == counts["packed_tokens"] == len(stream)
         assert counts["rows"] == len(rows) == len(stream) // 32
     assert prepared.manifest["tokenizer"]["vocab_size"] == len(prepared.tokenizer) == len(prepared.token_bytes) == 320
+    documents, held_out = (len(texts_of(prepared, split)) for split in ("train", "validation"))
+    assert prepared.told(None).startswith(f"training on {documents} documents (")
+    assert f"validation on {held_out} (" in prepared.told(300) and prepared.told(300).endswith(
+        "=300 leaves out all others"
+    )
 
 
 def test_bytes_of_targets_are_those_of_the_text_they_spell(make_data):

@@ -327,6 +327,19 @@ def test_a_prelude_that_is_frozen_on_purpose_is_not_warned_of(monkeypatch):
     assert said == []
 
 
+def test_training_from_zeros_in_the_place_of_noise_is_warned_of(monkeypatch):
+    said, ids, model = [], random_ids(2, 5), tiny_model(injection="add", state_init="normal", num_loops=3)
+    monkeypatch.setattr(checks.logger, "warning_once", said.append)
+    model.train()(ids, labels=ids, initial_state=model.sample_initial_state(2, 5))
+    with torch.no_grad():
+        model(ids, labels=ids)
+    model.eval()(ids, labels=ids)
+    tiny_model(injection="add", state_init="zeros").train()(ids, labels=ids)
+    assert said == []
+    model.train()(ids, labels=ids)
+    assert len(said) == 1 and "begins from zeros and runs num_loops=3" in said[0] and "OwnLoss" in said[0]
+
+
 @pytest.mark.parametrize("fields", [{"inter_loop_norm": "own"}, {"loop_damping": True}, {}], ids=str)
 @pytest.mark.parametrize("num_loops, backprop_loops", [(1, 1), (4, 1), (4, 2), (4, None), ([4, 2], 1), ([4, 2], 2)])
 def test_what_acts_between_loops_and_gets_no_gradient_is_warned_of(fields, num_loops, backprop_loops, monkeypatch):

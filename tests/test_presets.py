@@ -6,7 +6,7 @@ from math import sqrt
 import pytest
 import torch
 
-from modeling_looped import LoopedConfig, LoopedForCausalLM
+from modeling_looped import LoopedConfig, LoopedConfigError, LoopedForCausalLM
 from modeling_looped.configuration_looped import READOUTS
 from modeling_looped.initialization import INIT_SCHEMES
 from modeling_looped.injection import INJECTIONS
@@ -53,6 +53,17 @@ def test_published_parameter_counts(preset, overrides, published):
 )
 def test_published_parameter_counts_in_millions(preset, overrides, published_millions, digits):
     assert abs(num_parameters(preset, **overrides) / 1e6 - published_millions) <= digits
+
+
+def test_a_preset_is_no_field():
+    with pytest.raises(LoopedConfigError, match="preset='parcae' is no field: call LoopedConfig.from_preset.'parcae'"):
+        LoopedConfig(preset="parcae", num_loops=2)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_preset_can_be_made_narrow(preset):
+    config = LoopedConfig.from_preset(preset, hidden_size=64, num_core_layers=1)
+    assert 64 % config.num_attention_heads == 0
 
 
 @pytest.mark.parametrize("preset", ["lt", "lt_input", "lt_attention", "flt", "flt_residual"])

@@ -22,6 +22,7 @@ from looped_recipes.common.checksums import Damaged, check_folder, read_sealed, 
 from looped_recipes.common.files import remove_leftovers, save_pretrained, sync, sync_all
 from looped_recipes.common.folder_lock import exclusive
 from looped_recipes.common.provenance import provenance
+from looped_recipes.common.words import counted
 from looped_recipes.settings.paths import expanded
 from looped_recipes.settings.recipe import DataConfig, RecipeError
 
@@ -72,6 +73,15 @@ class Prepared:
     train: PackedRows
     validation: PackedRows
     token_bytes: torch.Tensor  # int64 [vocabulary], 0 for special tokens
+
+    def told(self, max_documents: int | None) -> str:
+        """Return a sentence on how much data there is."""
+        of_train, of_validation = (self.manifest["counts"][split] for split in SPLITS)
+        said = (
+            f"training on {counted(of_train['documents'], 'document')} ({of_train['tokens']:,} tokens), validation on "
+            f"{of_validation['documents']:,} ({of_validation['tokens']:,} tokens)"
+        )
+        return said if max_documents is None else f"{said}: data.max_documents={max_documents} leaves out all others"
 
 
 def prepare(data: DataConfig, check: bool = True) -> Prepared:

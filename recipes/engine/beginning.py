@@ -128,6 +128,18 @@ def build_model(recipe: Recipe, tokenizer) -> LoopedForCausalLM:
     return model
 
 
+def note_on_vocabulary(recipe: Recipe, config: LoopedConfig, tokenizer) -> str | None:
+    """Return a note if a new model has far more tokens than the tokenizer: a preset says its number itself."""
+    known = num_ids(tokenizer)
+    fits = -(-known // 64) * 64
+    if recipe.start is not None or config.vocab_size < 2 * fits:
+        return None
+    return (
+        f"model.vocab_size={config.vocab_size} is far above the {known} entries of the tokenizer, and every step "
+        f"computes all of them: model.vocab_size={fits} would do"
+    )
+
+
 def saved_model(recipe: Recipe, tokenizer) -> LoopedForCausalLM:
     """Load the model of training.initialize_from. No weight may be missing, except those of a new exit gate."""
     start = recipe.training.initialize_from

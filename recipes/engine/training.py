@@ -19,7 +19,7 @@ from looped_recipes.common.progress import progress_bar
 from looped_recipes.common.provenance import own_command
 from looped_recipes.data.shards import prepare
 from looped_recipes.engine.batches import Batches
-from looped_recipes.engine.beginning import build_model, check_launch, precision_of
+from looped_recipes.engine.beginning import build_model, check_launch, note_on_vocabulary, precision_of
 from looped_recipes.engine.checkpoint import read_marker, step_name
 from looped_recipes.engine.compiling import begin_step, take_options
 from looped_recipes.engine.distributed import (
@@ -77,10 +77,13 @@ class Pretraining:
         if "TORCHELASTIC_RUN_ID" in os.environ:  # a launcher started this process
             end_with(os.getppid())
         self.data = main_process_first(lambda is_main: prepare(recipe.data, check=is_main))
+        self.accelerator.print(self.data.told(recipe.data.max_documents))
 
         set_seed(training.seed)
         self.model = build_model(recipe, self.data.tokenizer)
         self.config = self.model.config
+        if (note := note_on_vocabulary(recipe, self.config, self.data.tokenizer)) is not None:
+            self.accelerator.print(note)
         self.data.tokenizer.model_max_length = self.config.max_position_embeddings
         self.operations = Operations(recipe, self.config)
         self.total_steps = self.operations.num_steps(len(self.data.train))

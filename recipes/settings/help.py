@@ -16,16 +16,23 @@ WIDTH = 110
 
 
 def help_of_recipes(about: str, arguments: list[str]) -> str:
-    """Return `about` and all keys of a recipe; or, with a section among the arguments, the keys of that section."""
+    """Return `about` and all keys of a recipe; or, with a section or "recipes" among the arguments, those alone."""
     if "model" in arguments:
         return model_fields()
+    if "recipes" in arguments:
+        return all_installed()
     keys = {name: f"{name}\n{keys_of(section)}" for name, section in meanings().items()}
     if asked := [keys[name] for name in arguments if name in keys]:
         return "\n\n".join(asked)
     model = "model\n    preset, and every field of the model's config: `looped pretrain --help model` describes them"
+    folders = sorted({name.partition("/")[0] for name in installed_recipes()})
+    listed = indented(f"in the folders {', '.join(folders)}: `looped pretrain --help recipes` names each")
+    return "\n\n".join([about.strip(), f"recipes\n{listed}", model, *keys.values()])
+
+
+def all_installed() -> str:
     installed = {"recipes": installed_recipes(), "sweeps": installed_sweeps()}
-    listed = [f"{kind} that are installed\n{indented(', '.join(names))}" for kind, names in installed.items()]
-    return "\n\n".join([about.strip(), *listed, model, *keys.values()])
+    return "\n\n".join(f"{kind} that are installed\n{indented(', '.join(names))}" for kind, names in installed.items())
 
 
 def indented(text: str) -> str:

@@ -57,6 +57,18 @@ def installed_files() -> list[str]:
     return sorted(path.relative_to(INSTALLED).as_posix() for path in INSTALLED.rglob("*.yaml"))
 
 
+def advice_on(path: Path, kind: str) -> str:
+    """Return what to do about a recipe or sweep that is not there."""
+    files = installed_sweeps() if kind == "sweep" else installed_recipes()
+    folder = path.as_posix().removeprefix("recipes/").rstrip("/")
+    if in_folder := [name for name in files if name.startswith(f"{folder}/")]:
+        in_folder.sort(key=lambda name: name.count("/"))
+        return f"{folder} is a folder of them: name one, such as {', '.join(in_folder[:8])}"
+    if similar := similar_recipe(path, kind):
+        return f"did you mean {similar!r}?"
+    return "neither here nor among those that `looped pretrain --help recipes` lists"
+
+
 def similar_recipe(path: Path, kind: str) -> str | None:
     """Return the recipe or sweep of this package that `path` may have meant; None if none is similar."""
     ending = ".sweep.yaml" if kind == "sweep" else ".yaml"

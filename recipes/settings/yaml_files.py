@@ -15,7 +15,7 @@ from pathlib import Path
 import yaml
 
 from .foreign_keys import place_of
-from .paths import recipe_file, similar_recipe
+from .paths import advice_on, recipe_file
 from .sections import RecipeError
 
 
@@ -117,13 +117,7 @@ def read_yaml(path: str | Path, kind: str = "recipe") -> dict:
     try:
         path = recipe_file(path)
         if not path.is_file():
-            similar = similar_recipe(path, kind)
-            advice = (
-                f"; did you mean {similar!r}?"
-                if similar
-                else ", here or among those that `looped pretrain --help` lists"
-            )
-            raise RecipeError(f"there is no {kind} {path}{advice}")
+            raise RecipeError(f"there is no {kind} {path}: {advice_on(path, kind)}")
         if path.stat().st_size > LARGEST_FILE:
             raise RecipeError(f"{path} has {path.stat().st_size} bytes, which is no {kind}: name a YAML file")
         text = path.read_text(encoding="utf-8")
