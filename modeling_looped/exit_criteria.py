@@ -182,17 +182,23 @@ ExitSelection = Literal["stop", "after", "weighted"]
 
 @dataclass(frozen=True)
 class ExitRule:
-    """A criterion with its threshold: decides which loops are read, and which tokens or sequences exit."""
+    """A criterion with its threshold: decides which loops are read, and which tokens or sequences exit.
+
+    name: of a criterion in `CRITERIA`. threshold: a number; None means the published one of the criterion, if any.
+    min_loops, interval: check after `min_loops` loops and after every n-th loop from there on.
+    per_sequence: whole sequences exit, by the mean score of their tokens.
+    selection: "stop": loops end at the exit. "after": all loops run, and the one to read out is chosen afterwards.
+        "weighted": all loops run and are read out, each weighted by the probability of an exit there.
+    read_interval: for rows that decode independently: every n-th check is read back.
+    """
 
     name: str
-    threshold: Any = None  # a number; None means the published one of the criterion, if any
+    threshold: Any = None
     min_loops: int = 1
-    interval: int = 1  # check at min_loops and at every n-th loop after it
-    per_sequence: bool = False  # whole sequences exit, by the mean score of their tokens
-    # "stop": loops end at the exit; "after": all loops run, and the one to read out is chosen afterwards; "weighted":
-    # all loops run and are read out, each weighted by the probability of an exit there
+    interval: int = 1
+    per_sequence: bool = False
     selection: ExitSelection = "stop"
-    read_interval: int = 1  # for rows that decode independently: every n-th check is read back
+    read_interval: int = 1
 
     def __post_init__(self):
         if not isinstance(self.name, str) or self.name not in CRITERIA:

@@ -45,7 +45,15 @@ from .tensors import on_device
 
 logger = logging.get_logger(__name__)
 
-AS_SAVED: Any = ...  # default: the call leaves the argument out. None undoes a saved value
+
+class AsSaved:
+    """Default of an argument that the call leaves out: as it is saved with the model. None undoes a saved value."""
+
+    def __repr__(self) -> str:
+        return "as saved"
+
+
+AS_SAVED: Any = AsSaved()
 
 if TYPE_CHECKING:  # what the class that uses the mixin has; the protocol is last, as what it alone has is abstract
     from transformers._typing import GenerativePreTrainedModel

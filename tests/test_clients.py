@@ -191,7 +191,7 @@ def test_as_many_layers_are_linear_as_in_llama():
 @over_systems
 def test_dynamic_quantisation_of_torch(system):
     torch.manual_seed(0)
-    model = LoopedForCausalLM(tiny_config(**{"pad_token_id": 0, **SYSTEMS[system]})).eval()
+    model = LoopedForCausalLM(tiny_config(**{"pad_token_id": 0, "eos_token_id": None, **SYSTEMS[system]})).eval()
     ids = random_ids(2, 7)
     quantised = torch.ao.quantization.quantize_dynamic(copy.deepcopy(model), {nn.Linear})
     kind = torch.ao.nn.quantized.dynamic.Linear

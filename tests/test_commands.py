@@ -48,6 +48,7 @@ from looped_recipes.settings.paths import recipe_file, similar_recipe
 from looped_recipes.settings.recipe import RecipeError, load_recipe
 from looped_recipes.settings.sections import SECTIONS
 from modeling_looped import LoopedForCausalLM
+from modeling_looped.depth_options import DEPTH_FIELDS
 from modeling_looped.formats.registry import LAYOUTS
 
 from .helpers import tiny_model, tiny_tokenizer
@@ -143,6 +144,26 @@ def test_help_begins_with_the_command_and_imports_nothing_that_takes_seconds():
     names = list(console.COMMANDS)
     done = subprocess.run([sys.executable, "-c", HELP_OF_ALL, *names], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_difference_within_two_standard_errors_is_no_clear_one():
+    flops = {("looped", 2): 1.0, ("plain", 1): 1.0}
+    for looped, is_clear in ((2.041, True), (2.039, False)):
+        result = {
+            "looped": {"parameters": 50, "bits_per_byte": {2: looped}, "error": 0.02},
+            "plain": {"parameters": 100, "bits_per_byte": {1: 2.0}, "error": 0.01},
+        }
+        assert own_text.in_words(result, flops).endswith("no clear difference.") != is_clear
+
+
+def test_halting_takes_its_text_as_other_commands_do():
+    for arguments in (["M", "a", "b"], ["M", "--text", "a", "b"], ["M", "a", "--text", "b"]):
+        assert halting_options.parse(arguments).text == ["a", "b"]
+    assert halting_options.parse(["M"]).text == []
+
+
+def test_help_of_generate_says_what_a_call_that_leaves_an_argument_out_gets():
+    assert str(inspect.signature(LoopedForCausalLM.generate)).count(" = as saved") == len(DEPTH_FIELDS)
 
 
 def test_help_of_recipes_knows_every_key(capsys):

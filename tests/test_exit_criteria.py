@@ -318,7 +318,7 @@ def test_what_a_new_criterion_remembers_needs_a_value_to_begin_with(monkeypatch)
         return count, {"readings": count}
 
     monkeypatch.setitem(CRITERIA, "second", Criterion(second, "state", True, 2.0, remembers=("readings",)))
-    model = tiny_model(loop_loss="per_loop", num_loops=4)
+    model = tiny_model(loop_loss="per_loop", num_loops=4, eos_token_id=None)
     arguments = {"exit_criterion": "second", "max_new_tokens": 4, "return_dict_in_generate": True}
     with pytest.raises(ValueError, match="'second' remembers readings, .* put it in exit_criteria.INITIAL"):
         model.generate(random_ids(2, 3), **arguments)

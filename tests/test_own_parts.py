@@ -434,7 +434,7 @@ def change_the_second_loop(trunk, vector):
 
 @pytest.mark.parametrize("way", ["plain", "exits", "drafts", "shared"])
 def test_a_loop_of_ones_own_is_run_in_every_way_of_decoding(way):
-    model = tiny_model(num_loops=4)
+    model = tiny_model(num_loops=4, eos_token_id=None)
     ids, mask = random_ids(2, 7), torch.ones(2, 7, dtype=torch.long)
     generate = partial(model.generate, ids, attention_mask=mask, max_new_tokens=8, do_sample=False)
     before = generate()
@@ -699,7 +699,7 @@ def test_a_training_pass_without_labels_says_that_it_has_no_auxiliary_loss(with_
 
 
 def test_an_auxiliary_loss_costs_no_exits():
-    model, ids = WithAuxiliary(tiny_config(num_loops=3)).eval(), random_ids(1, 7)
+    model, ids = WithAuxiliary(tiny_config(num_loops=3, eos_token_id=None)).eval(), random_ids(1, 7)
     found = model.generate(
         ids, exit_criterion="kl", exit_threshold=0.0, max_new_tokens=3, return_dict_in_generate=True
     )
@@ -729,7 +729,7 @@ def test_what_an_own_criterion_remembers_begins_anew_with_every_token(monkeypatc
     declared = Criterion(third, "state", exits_above=True, default=3, remembers=("readings",), counts_readings=True)
     monkeypatch.setitem(CRITERIA, "third", declared)
     monkeypatch.setitem(CRITERIA, "undeclared", declared._replace(remembers=()))
-    model, ids = tiny_model(num_loops=6), random_ids(1, 7)
+    model, ids = tiny_model(num_loops=6, eos_token_id=None), random_ids(1, 7)
     settings = {"max_new_tokens": 5, "return_dict_in_generate": True}
     assert model.generate(ids, exit_criterion="third", **settings).token_loops[0, 1:].tolist() == [3] * 4
     with pytest.raises(ValueError, match=r"third returns readings to be remembered, .* remembers=\(\)"):
@@ -746,7 +746,7 @@ def test_what_a_subclass_of_the_criterion_remembers_must_be_named_too(monkeypatc
     named = Third(None, "state", exits_above=True, default=3, every_loop=True, remembers=("readings",))
     monkeypatch.setitem(CRITERIA, "third", named)
     monkeypatch.setitem(CRITERIA, "undeclared", Third(None, "state", exits_above=True, default=3))
-    model, ids = tiny_model(num_loops=6), random_ids(1, 7)
+    model, ids = tiny_model(num_loops=6, eos_token_id=None), random_ids(1, 7)
     settings = {"max_new_tokens": 5, "return_dict_in_generate": True}
     assert model.generate(ids, exit_criterion="third", **settings).token_loops[0, 1:].tolist() == [3] * 4
     for use in (

@@ -36,6 +36,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = Parser("looped halting", __doc__)
     parser.add_argument("model")
     parser.add_argument("text", nargs="*", help="default: what the training run held out")
+    parser.add_argument(
+        "--text", nargs="+", default=[], dest="more_text", metavar="TEXT", help="the same, as elsewhere"
+    )
     budgets = "how much worse perplexity may be, 0.01 for 1 %%; those after the first add points to the picture; "
     budgets += f"default: {' '.join(map(str, BUDGETS))}, or none beside --mean-loops"
     parser.add_argument("--budget", type=float, nargs="+", help=budgets)
@@ -63,6 +66,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     place = "folder for what is written; default: eval/ of the training run"
     parser.add_argument("--output", type=folder, help=place)
     args = parser.parse_args(arguments)
+    args.text += args.more_text
     if args.budget is None:
         args.budget = [] if args.mean_loops else BUDGETS
     return args

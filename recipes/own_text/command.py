@@ -71,7 +71,7 @@ def number_of_steps(args, recipes: list[Recipe]) -> int:
                   "with another --output there is a new beginning")  # fmt: skip
             return steps
     prepare(recipes[0].data)  # first, because the text may be too short
-    print(f"measuring how many steps fit into {args.minutes:g} minutes", flush=True)
+    print(f"measuring how many steps fit into {counted(f'{args.minutes:g}', 'minute')}", flush=True)
     seconds = sum(seconds_per_step(recipe, args.minutes * OF_MEASURING) for recipe in recipes)
     steps = int(60 * args.minutes * OF_TRAINING / seconds)
     if steps < LEAST_STEPS:
@@ -155,7 +155,7 @@ def in_words(result: dict, flops: dict) -> str:
     fewer = 1 - looped["parameters"] / plain["parameters"]
     error = max(looped["error"] or 0, plain["error"] or 0)
     verdict = f"{abs(difference):.3f} {'more' if difference > 0 else 'fewer'} bits per byte"
-    seen = "" if abs(difference) > error else ", so this is no clear difference"
+    seen = "" if abs(difference) > 2 * error else ", so this is no clear difference"
     return (
         f"With as many operations for each token, the looped model has {fewer:.0%} fewer parameters and {verdict} on "
         f"held-out text; each has a standard error of {error:.3f}{seen}."
