@@ -30,7 +30,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow.parquet import read_schema
 from pyarrow.parquet import write_table as write_parquet
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from looped_recipes import prepare
@@ -42,6 +42,7 @@ from looped_recipes.data.packing import best_fit, document_positions
 from looped_recipes.data.shards import open_prepared
 from looped_recipes.data.shuffle import rows_of_step
 from looped_recipes.data.sources import readable
+from looped_recipes.data.tokenizers import GPT4_PIECES, WORD_PIECES
 from looped_recipes.data.whole_zstd import OF_FSSPEC
 from looped_recipes.engine.validation import validate
 from looped_recipes.settings.recipe import DataConfig, RecipeError
@@ -50,6 +51,7 @@ from tests.helpers_data import WORDS, make_documents, plain_rows, write_jsonl
 
 
 START, END = 0, 1
+GPT2_PIECES = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 
 def texts_of(prepared, split: str) -> list[str]:
@@ -889,6 +891,25 @@ def test_rows_that_are_joined_are_one_text(make_data, tmp_path, streaming):
         assert len(rows) == (len(pieces) - 16) // 8 + 1
         assert rows.batch([0, 1])["labels"].tolist() == [stream[:16].tolist(), stream[8:24].tolist()]
     assert prepared.manifest["overlapping_documents"] == 0
+
+
+@pytest.mark.parametrize(
+    "pattern", [GPT2_PIECES, "|".join(GPT4_PIECES), "|".join(WORD_PIECES)], ids="gpt2 gpt4 word".split()
+)
+@given(st.lists(st.text("ab1.'_é汉 \n\t", max_size=6), max_size=8), st.sampled_from([" ", "\n", "\n\n", " \n"]))
+def test_tokenizers_cut_joined_rows_as_they_cut_the_whole_text(pattern, rows, joined_by):
+    cut = pre_tokenizers.Split(Regex(pattern), behavior="isolated").pre_tokenize_str
+    whole = joined_by.join(filter(None, rows))
+    pieces = [piece["text"] for piece in sources.join_rows([{"text": row} for row in rows], joined_by)]
+    assert "".join(pieces) == whole and (len(pieces) < 2 or all(map(str.strip, pieces)))
+    assert [part for piece in pieces for part, _ in cut(piece)] == [part for part, _ in cut(whole)]
+
+
+def test_joined_rows_without_spaces_between_words_are_cut_all_the_same():
+    rows = [{"text": "汉字。" * 20}] * 1000
+    pieces = [piece["text"] for piece in sources.join_rows(rows, "\n")]
+    assert "".join(pieces) == "\n".join(row["text"] for row in rows)
+    assert max(map(len, pieces)) < sources.TEXT_DOCUMENT + 100 and all(piece[-1] == "\n" for piece in pieces[:-1])
 
 
 @pytest.mark.parametrize("streaming", [False, True])

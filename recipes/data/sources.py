@@ -67,6 +67,8 @@ LONGEST_TEXT = 2**20  # characters after which even these are cut, for the memor
 LONGEST_REASON = 500  # characters
 PARQUET_ROWS = 1000  # that are read at once
 FRONT_MATTER = re.compile(r"\s*---\s*\n(.*?)\n---\s*$", re.DOTALL | re.MULTILINE)  # the YAML that begins a README.md
+WORD_END = re.compile(r"[^\W_](?=\s+\S)")  # a letter or digit before white space
+SPACE_END = re.compile(r"\S\s+(?=\S)")  # white space before anything else
 WIKITEXT = {"Salesforce/wikitext", "wikitext"}
 WIKITEXT_ARTICLE = r"\s*= [^=].* =\s*$"  # " = Title = "; sections are " = = Section = = "
 
@@ -98,6 +100,8 @@ class Source:
                 "document_start": self.document_start,
                 "joined_by": self.joined_by,
             }
+        if self.joined_by is not None:
+            fields["cut"] = "behind words"
         files = local_files(self.name)
         if files is not None:
             fields["files"] = _digest_of_files(files)
@@ -532,21 +536,30 @@ def join_lines(rows: Iterable[dict], document_start: str) -> Iterator[dict]:
 
 
 def join_rows(rows: Iterable[dict], joined_by: str) -> Iterator[dict]:
-    """Yield pieces of `joined_by.join(rows)` without empty rows; each ends with the white space that follows its row.
+    """Yield pieces of `joined_by.join(rows)` without empty rows, cut where white space follows a letter or digit.
 
-    No word and no run of white space is cut in two, so a tokenizer finds the same tokens as in the whole text.
+    Tokenizers cut there too, whatever the white space is, so they find the same tokens as in the whole text. Where a
+    long text has no such place, as in Chinese, it is cut behind white space, and some tokenizers find others there.
     """
-    piece = ""
+    piece, searched = "", 0
     for line in filter(None, (row["text"] for row in rows)):
-        words = line.lstrip()
-        space = line[: len(line) - len(words)]
-        piece += (joined_by if piece else "") + space
-        if words and piece and not piece.isspace():
-            yield {"text": piece}
-            piece = ""
-        piece += words
+        piece += (joined_by if piece else "") + line
+        if line.isspace():
+            continue
+        end = last_end(WORD_END, piece, searched)
+        if not end and len(piece) > TEXT_DOCUMENT:
+            end = last_end(SPACE_END, piece)
+        if end:
+            yield {"text": piece[:end]}
+            piece = piece[end:]
+        searched = len(piece.rstrip()) - 1
     if piece:
         yield {"text": piece}
+
+
+def last_end(pattern: re.Pattern, text: str, begin: int = 0) -> int:
+    """Return where the last match ends; 0 if there is none."""
+    return max((match.end() for match in pattern.finditer(text, begin)), default=0)
 
 
 def cut_at_blank_lines(text: str, size: int) -> list[str]:
