@@ -171,6 +171,9 @@ def test_training_stops_at_the_characters_asked_for():
     data = DataConfig(tokenizer="word", tokenizer_vocab_size=50, tokenizer_max_characters=10)
     seen = make_tokenizer(data, iter(["one one one", "two two two"]))
     assert "one" in seen.get_vocab() and "two" not in seen.get_vocab()
+    long = ["ab " * 10_000, "zebra " * 10]  # the first counts as its 10,000 characters that are read
+    data = DataConfig(tokenizer="bpe", tokenizer_vocab_size=300, tokenizer_max_characters=20_000)
+    assert " zebra" in _words(make_tokenizer(data, iter(long)))
 
 
 def test_training_twice_gives_the_same_tokenizer():

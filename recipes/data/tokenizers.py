@@ -8,6 +8,7 @@ that is brought along keeps the bos and pad that it has, or none: chat templates
 
 import hashlib
 import json
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -106,7 +107,8 @@ def make_tokenizer(data: DataConfig, documents: Iterable[str]) -> PreTrainedToke
     if data.tokenizer not in TRAINERS:
         return mark_documents(load_tokenizer(data.tokenizer), data)
     limit = DEFAULT_CHARACTERS if data.tokenizer_max_characters is None else data.tokenizer_max_characters
-    tokenizer = TRAINERS[data.tokenizer](_up_to(documents, limit), data.tokenizer_vocab_size)
+    of_each = DOCUMENT_CHARACTERS if data.tokenizer == "bpe" else math.inf
+    tokenizer = TRAINERS[data.tokenizer](_up_to(documents, limit, of_each), data.tokenizer_vocab_size)
     if data.joined_by is not None:  # prompts have no bos either
         _begin_prompts(tokenizer, [])
     if len(tokenizer) > data.tokenizer_vocab_size:
@@ -388,10 +390,10 @@ def in_groups(documents: Iterable, largest: int, length: float) -> Iterator[list
         yield group
 
 
-def _up_to(documents: Iterable[str], num_characters: int) -> Iterator[str]:
-    """Yield the first documents, until they have `num_characters` characters."""
+def _up_to(documents: Iterable[str], num_characters: int, of_each: float) -> Iterator[str]:
+    """Yield the first documents, until they have `num_characters` characters, of which `of_each` of a document count."""
     for text in documents:
         if num_characters <= 0:
             return
         yield text
-        num_characters -= len(text)
+        num_characters -= min(len(text), of_each)
