@@ -391,7 +391,7 @@ def in_groups(documents: Iterable, largest: int, length: float) -> Iterator[list
 
 
 def _up_to(documents: Iterable[str], num_characters: int, of_each: float) -> Iterator[str]:
-    """Yield the first documents, until they have `num_characters` characters, of which `of_each` of a document count."""
+    """Yield the first documents, until they have `num_characters` characters; of each, `of_each` count at most."""
     for text in documents:
         if num_characters <= 0:
             return
