@@ -356,6 +356,12 @@ def test_headline_numbers_are_those_of_the_results():
     assert [each for each in [*compared, claims] if each not in said] == []
 
 
+def test_bits_per_byte_of_the_card_are_those_of_the_results():
+    found = json.loads((ROOT / "results/demo.json").read_text(encoding="utf-8"))["text"]["bits_per_byte"]
+    row = re.search(r"^\| bits per byte \| (.*) \|$", TEXT["MODEL_CARD.md"], flags=re.MULTILINE)[1]
+    assert row.split(" | ") == [f"{bits:.4f}" for bits in found.values()]
+
+
 def test_public_names_are_in_the_reference():
     reference = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "docs/api").glob("*.md"))
     owners = {name: getattr(getattr(modeling_looped, name), "__module__", "") for name in modeling_looped.__all__}
