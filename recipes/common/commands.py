@@ -1,7 +1,7 @@
 """The commands of `looped`, by name: the module of each, and a description."""
 
 COMMANDS = {
-    "demo": ("looped_recipes.demo", "what loops are for, in five minutes: three small models, and a page of them"),
+    "demo": ("looped_recipes.demo", "what loops are for, in five to fifteen minutes: three small models, and a page"),
     "own-text": ("looped_recipes.own_text", "a looped and a plain model of your own text, in ten minutes"),
     "pretrain": ("looped_recipes.pretrain", "train a model as a recipe says"),
     "prepare": ("looped_recipes.prepare", "tokenize and pack the data of a recipe"),
