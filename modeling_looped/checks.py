@@ -155,14 +155,14 @@ def warn_of_untrained_between(trunk, plan: DepthPlan):
         )
 
 
-def warn_of_changes(config, built_with: dict):
-    """Warn of fields that were assigned after the model had been built."""
+def warn_of_changes(config, built_with: dict, consequence: str):
+    """Warn, once for each set of them, of fields that were assigned after the model had been built."""
     changed = {name: getattr(config, name) for name in FIELDS_OF_BUILDING if getattr(config, name) != built_with[name]}
     if changed:
         values = ", ".join(f"{name}={value!r} (built with {built_with[name]!r})" for name, value in changed.items())
-        logger.warning(
+        logger.warning_once(
             f"Since this model was built its config has changed: {values}. This model may follow that in part or not "
-            "at all, but what is opened from the saved folder will follow the config."
+            f"at all{consequence}."
         )
 
 

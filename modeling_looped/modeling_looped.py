@@ -47,6 +47,7 @@ from .checks import (
     check_windows,
     is_recorded,
     leave_out_cache,
+    warn_of_changes,
     warn_of_start_without_noise,
     warn_of_untrained_between,
     warn_of_untrained_input,
@@ -234,6 +235,8 @@ class LoopedModel(LoopedPreTrainedModel):
         check_windows(self.config, self.built_with)
         if cache is None:  # else the mask may be as long as the cache has room
             check_mask(attention_mask, inputs_embeds)
+            if not torch.compiler.is_compiling():
+                warn_of_changes(self.config, self.built_with, ": build another from the config, or set it back")
         check_pass(self.config, plan, inputs_embeds, position_ids, cache, initial_state, every_loop, kwargs)
         if plan.is_mixed or exit_watch is not None:
             refuse_adapters_of_rows(self)

@@ -71,7 +71,9 @@ class LoopedPreTrainedModel(StrictLoadingMixin, PreTrainedModel):
         super().set_use_kernels(use_kernels, *args, **kwargs)
 
     def save_pretrained(self, *args, **kwargs) -> None:
-        warn_of_changes(self.config, self.built_with)
+        warn_of_changes(
+            self.config, self.built_with, ", but what is opened from the saved folder will follow the config"
+        )
         before, self.config.trained_num_loops = self.config.trained_num_loops, self.trained_depth
         tied = self._tied_weights_keys
         self._tied_weights_keys = {**(tied or {}), **self.tied_by_subclass}  # each is saved once

@@ -327,6 +327,17 @@ def test_a_prelude_that_is_frozen_on_purpose_is_not_warned_of(monkeypatch):
     assert said == []
 
 
+def test_a_config_that_has_changed_since_is_told_in_a_pass(monkeypatch):
+    said, model, ids = [], tiny_model(), random_ids(2, 5)
+    monkeypatch.setattr(checks.logger, "warning_once", said.append)
+    model.config.num_loops = 5  # which a pass follows
+    model(ids)
+    assert said == []
+    model.config.injection = "add"
+    model(ids)
+    assert len(said) == 1 and "injection='add' (built with 'none')" in said[0] and "build another" in said[0]
+
+
 def test_training_from_zeros_in_the_place_of_noise_is_warned_of(monkeypatch):
     said, ids, model = [], random_ids(2, 5), tiny_model(injection="add", state_init="normal", num_loops=3)
     monkeypatch.setattr(checks.logger, "warning_once", said.append)

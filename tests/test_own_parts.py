@@ -121,7 +121,7 @@ def test_parameters_that_nothing_fills_are_refused(tmp_path):
 
 def test_a_config_that_changed_after_the_model_was_built_is_told(tmp_path, monkeypatch):
     model, said = tiny_model(), []
-    monkeypatch.setattr(checks.logger, "warning", said.append)
+    monkeypatch.setattr(checks.logger, "warning_once", said.append)
     model.config.num_loops, model.config.logit_softcap = 7, 30.0  # followed
     model.save_pretrained(tmp_path)
     assert not said
@@ -132,12 +132,13 @@ def test_a_config_that_changed_after_the_model_was_built_is_told(tmp_path, monke
 
 def test_a_model_may_follow_a_changed_config_and_what_is_said_of_it_allows_that(tmp_path, monkeypatch):
     model, ids, said = tiny_model(exit_gate="raw"), random_ids(1, 4), []
-    monkeypatch.setattr(checks.logger, "warning", said.append)
+    monkeypatch.setattr(checks.logger, "warning_once", said.append)
     before = model(ids, output_exit_probabilities=True).exit_probabilities
     model.config.exit_gate = "normed"
     assert not torch.allclose(before, model(ids, output_exit_probabilities=True).exit_probabilities)
     model.save_pretrained(tmp_path)
-    assert "exit_gate='normed' (built with 'raw'). This model may follow that in part or not at all," in said[0]
+    assert "exit_gate='normed' (built with 'raw'). This model may follow that in part or not at all: build" in said[0]
+    assert "exit_gate='normed' (built with 'raw'). This model may follow that in part or not at all," in said[1]
 
 
 def other_values(field) -> list:
