@@ -25,7 +25,6 @@ from torch import nn
 from transformers.cache_utils import Cache
 
 from .checks import check_inputs
-from .clients import warn_of_objective
 from .compatibility import OtherArguments, named_cache, one_cache, tuples_on_request
 from .configuration_looped import LoopedConfig
 from .cpu import project
@@ -43,6 +42,7 @@ from .optimization import parameter_groups
 from .outputs import AskedOutputs, LoopedCausalLMOutputWithPast, NeededOfPass, kept_positions
 from .overrides import is_as_written
 from .tensors import at_least_fp32
+from .training_warnings import warn_of_objective
 
 
 class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin, LoopedLossMixin):

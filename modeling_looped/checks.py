@@ -1,13 +1,11 @@
 """Checks that refuse arguments of a forward pass, with the reason."""
 
-from itertools import chain
-
 import torch
 from transformers.utils import logging
 
 from .compatibility import PagedAttentionCache
 from .depth import DepthPlan
-from .overrides import is_as_written, runs_own
+from .overrides import runs_own
 
 
 logger = logging.get_logger(__name__)
@@ -112,49 +110,6 @@ def why_no_cache(config, plan: DepthPlan, reads_out_every_loop: bool) -> str | N
     return None
 
 
-def warn_of_untrained_input(trunk, plan: DepthPlan, num_rows: int):
-    """Warn if no row's first loop has gradients where the input reaches the loops by their first state alone: what
-    comes before the loops then gets no gradient."""
-    if torch.compiler.is_compiling() or trunk.config.injection != "none" or trunk.config.loop_loss == "gate":
-        return
-    if num_rows > max((tick.rows for tick in plan.ticks if not tick.has_gradient), default=0):
-        return
-    is_ours = is_as_written(trunk.injection, "forward", "before_layer") and is_as_written(trunk, "loop", "core_pass")
-    before = chain(trunk.embed_tokens.parameters(), trunk.prelude.parameters())
-    if is_ours and any(weight.requires_grad for weight in before):
-        logger.warning_once(
-            "With injection='none' the input reaches the loops by their first state alone, and in a training pass "
-            "backprop_loops is below the depth of every row: the embedding, as input, and the prelude get no gradient "
-            "from it. Choose an injection, raise backprop_loops or leave it out, or freeze what is not to be trained."
-        )
-
-
-def warn_of_start_without_noise(config, depths):
-    """Warn of a training pass from zeros in a model that is trained from noise, at depths that are drawn."""
-    if torch.compiler.is_compiling() or config.state_init != "normal":
-        return
-    logger.warning_once(
-        f"This training pass begins from zeros and runs num_loops={depths}, while models of state_init='normal' are "
-        "trained from noise and at depths that are drawn, as recipes do and modeling_looped.trainers.OwnLoss before a "
-        "Trainer: unless this is meant, take one of these, or pass initial_state=model.sample_initial_state(...)."
-    )
-
-
-def warn_of_untrained_between(trunk, plan: DepthPlan):
-    """Warn if only the last of several loops has gradients, so that what stands between loops gets none."""
-    if torch.compiler.is_compiling() or trunk.config.loop_loss == "gate" or plan.max_depth == 1:
-        return
-    if any(tick.has_gradient and tick.next_rows for tick in plan.ticks):
-        return
-    between = {"inter_loop_norm": trunk.inter_loop_norm, "loop_damping": trunk.damping}
-    trained = [name for name, part in between.items() if part and any(w.requires_grad for w in part.parameters())]
-    if trained:
-        logger.warning_once(
-            f"With backprop_loops=1 the parameters of {' and '.join(trained)}, which act between loops, get no "
-            "gradient: take at least 2, or freeze them."
-        )
-
-
 def warn_of_changes(config, built_with: dict, consequence: str):
     """Warn, once for each set of them, of fields that were assigned after the model had been built."""
     changed = {name: getattr(config, name) for name in FIELDS_OF_BUILDING if getattr(config, name) != built_with[name]}
@@ -257,6 +212,20 @@ def recorded(config, options: dict) -> dict:
 
 def is_recorded(config, options: dict) -> bool:
     return any(recorded(config, options).values())
+
+
+def check_trunk(
+    trunk, plan: DepthPlan, inputs_embeds, attention_mask, position_ids, cache, initial_state, every_loop, options
+):
+    """Refuse a call of the trunk that does not fit its layers, or whose arguments do not fit together."""
+    config = trunk.config
+    check_layers(config, trunk.prelude, trunk.core, trunk.coda)
+    check_windows(config, trunk.built_with)
+    if cache is None:  # else the mask may be as long as the cache has room
+        check_mask(attention_mask, inputs_embeds)
+        if not torch.compiler.is_compiling():
+            warn_of_changes(config, trunk.built_with, ": build another from the config, or set it back")
+    check_pass(config, plan, inputs_embeds, position_ids, cache, initial_state, every_loop, options)
 
 
 def check_pass(

@@ -1,4 +1,4 @@
-"""Integration with PEFT and with trainers: registration, checks, and warnings about losses that are left out."""
+"""Integration with PEFT and with trainers: registration, checks, and a warning about what GRPO samples."""
 
 import sys
 
@@ -98,41 +98,3 @@ def warn_of_another_policy(fields: dict):
             f"samples of another model. Set model.generation_config.{next(iter(fields))} to None before (or leave it "
             "out of the trainer's generation_kwargs), or call model.eval() where nothing is trained."
         )
-
-
-def warn_of_another_loss(config, auxiliary: str | None):
-    """Warn of a training pass without labels: a loss made from its outputs depends only on the last loop.
-
-    auxiliary: the name of a loss that the language model's class adds, if any."""
-    if torch.compiler.is_compiling():
-        return
-    own = beside_last_loop(config, auxiliary)
-    if config.exit_gate != "none" and torch.distributed.is_available() and torch.distributed.is_initialized():
-        logger.warning_once(
-            "The exit gate of this model has no part in this training, and DistributedDataParallel fails at weights "
-            "without a gradient: if it is not frozen yet, freeze it (model.exit_gate.requires_grad_(False)), or pass "
-            "ddp_find_unused_parameters=True."
-        )
-    if own:
-        logger.warning_once(
-            f"{' and '.join(own)} of this model {'has' if len(own) == 1 else 'have'} no part in this training: a loss "
-            "is made of the last loop's output and not by forward(labels=...) of the language model, as by TRL's "
-            "trainers, by label smoothing and by other heads. For supervised fine-tuning with the model's own loss, "
-            "put modeling_looped.trainers.OwnLoss before TRL's SFTTrainer; for all else this is as it should be."
-        )
-
-
-def warn_of_objective(config, auxiliary: str | None):
-    """Warn of a loss in evaluation that is no cross-entropy of the last loop, as `eval_loss` of a Trainer is taken."""
-    if (own := beside_last_loop(config, auxiliary)) and not torch.compiler.is_compiling():
-        logger.warning_once(
-            f"This loss of an evaluation, as a Trainer's eval_loss, is what training minimizes ({' and '.join(own)}): "
-            "for a perplexity, or beside other models, take the last of loop_losses, with output_loop_losses=True."
-        )
-
-
-def beside_last_loop(config, auxiliary: str | None) -> list[str]:
-    """Return what makes the model's own loss another than the cross-entropy of the last loop."""
-    own = [f"loop_loss={config.loop_loss!r}"] * (config.loop_loss != "terminal")
-    own += [f"{name}={value}" for name, value in config.state_losses.items()]
-    return own + ([auxiliary] if auxiliary else [])

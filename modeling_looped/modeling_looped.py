@@ -39,24 +39,14 @@ from .checks import (
     check_hooks_of_weights,
     check_inputs,
     check_last_state,
-    check_layers,
-    check_mask,
-    check_pass,
     check_serves_deeper_loops,
     check_starts_from_noise,
-    check_windows,
+    check_trunk,
     is_recorded,
     leave_out_cache,
-    warn_of_changes,
-    warn_of_start_without_noise,
-    warn_of_untrained_between,
-    warn_of_untrained_input,
     why_no_cache,
 )
-from .clients import (
-    refuse_adapters_of_rows,
-    warn_of_another_loss,
-)
+from .clients import refuse_adapters_of_rows
 from .compatibility import CACHE, OtherArguments, captured, config_defaults, named_cache, one_cache
 from .compiled_blocks import can_have_regions
 from .configuration_looped import READOUTS, LoopedConfig
@@ -86,6 +76,7 @@ from .pretrained import LoopedPreTrainedModel
 from .readouts import AlphaReadout, has_reached, readout_norm
 from .samplers import truncated_normal_
 from .tensors import first_rows, wide_dtype
+from .training_warnings import warn_of_another_loss, warn_of_training
 
 
 MOST_LOOPS_WITH_SITES = 1024  # each pass makes the attention sites of deeper loops anew
@@ -231,13 +222,8 @@ class LoopedModel(LoopedPreTrainedModel):
         cache = one_cache(cache, past_key_values)
         cache, use_cache = self._usable_cache(cache, use_cache, plan, output_loop_readout_states)
         every_loop = output_loop_hidden_states or output_loop_readout_states
-        check_layers(self.config, self.prelude, self.core, self.coda)
-        check_windows(self.config, self.built_with)
-        if cache is None:  # else the mask may be as long as the cache has room
-            check_mask(attention_mask, inputs_embeds)
-            if not torch.compiler.is_compiling():
-                warn_of_changes(self.config, self.built_with, ": build another from the config, or set it back")
-        check_pass(self.config, plan, inputs_embeds, position_ids, cache, initial_state, every_loop, kwargs)
+        given = inputs_embeds, attention_mask, position_ids, cache, initial_state
+        check_trunk(self, plan, *given, every_loop, kwargs)
         if plan.is_mixed or exit_watch is not None:
             refuse_adapters_of_rows(self)
 
@@ -251,10 +237,7 @@ class LoopedModel(LoopedPreTrainedModel):
         embedded = self.run_prelude(x, context)
         state = self.initial_state(embedded, initial_state)
         if self.training and torch.is_grad_enabled():
-            warn_of_untrained_between(self, plan)
-            if initial_state is None:
-                warn_of_start_without_noise(self.config, plan.depths)
-                warn_of_untrained_input(self, plan, len(embedded))
+            warn_of_training(self, plan, len(embedded), has_first_state=initial_state is not None)
         if exit_watch is None:
             final, states = self.loop(embedded, state, plan, every_loop, context)
             if every_loop and not is_as_written(self, "loop"):

@@ -335,7 +335,8 @@ def fine_tuning(trainer_class, model, folder, **arguments):
 def warnings_of_clients(monkeypatch):
     """Each is given once a process otherwise."""
     said = []
-    monkeypatch.setattr("modeling_looped.clients.logger.warning_once", said.append)
+    for name in ("clients", "training_warnings"):
+        monkeypatch.setattr(f"modeling_looped.{name}.logger.warning_once", said.append)
     return said
 
 

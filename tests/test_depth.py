@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import DynamicCache, StaticCache
 
-from modeling_looped import checks
+from modeling_looped import checks, training_warnings
 from modeling_looped.injection import INJECTIONS, Injection
 
 from . import naive
@@ -295,7 +295,7 @@ def test_truncation_changes_gradients_and_nothing_else():
 )
 def test_a_prelude_that_gets_no_gradient_is_warned_of(injection, num_loops, backprop_loops, reaches, monkeypatch):
     said, ids = [], random_ids(2, 5)
-    monkeypatch.setattr(checks.logger, "warning_once", said.append)
+    monkeypatch.setattr(training_warnings.logger, "warning_once", said.append)
     model = tiny_model(num_prelude_layers=1, injection=injection).train()
     model(ids, labels=ids, num_loops=num_loops, backprop_loops=backprop_loops).loss.backward()
     before = [model.model.embed_tokens.weight, *model.model.prelude.parameters()]
@@ -310,7 +310,7 @@ def test_a_prelude_that_is_frozen_on_purpose_is_not_warned_of(monkeypatch):
             return state + embedded
 
     said, ids = [], random_ids(2, 5)
-    monkeypatch.setattr(checks.logger, "warning_once", said.append)
+    monkeypatch.setattr(training_warnings.logger, "warning_once", said.append)
     model = tiny_model(num_prelude_layers=1).train()
     for part in (model.model.embed_tokens, model.model.prelude):
         part.requires_grad_(False)
@@ -340,7 +340,7 @@ def test_a_config_that_has_changed_since_is_told_in_a_pass(monkeypatch):
 
 def test_training_from_zeros_in_the_place_of_noise_is_warned_of(monkeypatch):
     said, ids, model = [], random_ids(2, 5), tiny_model(injection="add", state_init="normal", num_loops=3)
-    monkeypatch.setattr(checks.logger, "warning_once", said.append)
+    monkeypatch.setattr(training_warnings.logger, "warning_once", said.append)
     model.train()(ids, labels=ids, initial_state=model.sample_initial_state(2, 5))
     with torch.no_grad():
         model(ids, labels=ids)
@@ -355,7 +355,7 @@ def test_training_from_zeros_in_the_place_of_noise_is_warned_of(monkeypatch):
 @pytest.mark.parametrize("num_loops, backprop_loops", [(1, 1), (4, 1), (4, 2), (4, None), ([4, 2], 1), ([4, 2], 2)])
 def test_what_acts_between_loops_and_gets_no_gradient_is_warned_of(fields, num_loops, backprop_loops, monkeypatch):
     said, ids, model = [], random_ids(2, 5), tiny_model(injection="add", state_init="zeros", **fields).train()
-    monkeypatch.setattr(checks.logger, "warning_once", said.append)
+    monkeypatch.setattr(training_warnings.logger, "warning_once", said.append)
     model(ids, labels=ids, num_loops=num_loops, backprop_loops=backprop_loops).loss.backward()
     is_untrained = any(weight.grad is None for weight in model.parameters())
     assert len(said) == (is_untrained and num_loops != 1)

@@ -690,7 +690,7 @@ def test_a_training_pass_without_labels_says_that_it_has_no_auxiliary_loss(with_
             self.post_init()
 
     said = []
-    monkeypatch.setattr("modeling_looped.clients.logger.warning_once", said.append)
+    monkeypatch.setattr("modeling_looped.training_warnings.logger.warning_once", said.append)
     model, ids = (WithTrunk if with_own_trunk else WithAuxiliary)(tiny_config()), random_ids(2, 7)
     model.train()(ids, labels=ids)
     model.eval()(ids)
