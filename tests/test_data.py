@@ -900,14 +900,14 @@ def test_rows_that_are_joined_are_one_text(make_data, tmp_path, streaming):
 def test_tokenizers_cut_joined_rows_as_they_cut_the_whole_text(pattern, rows, joined_by):
     cut = pre_tokenizers.Split(Regex(pattern), behavior="isolated").pre_tokenize_str
     whole = joined_by.join(filter(None, rows))
-    pieces = [piece["text"] for piece in sources.join_rows([{"text": row} for row in rows], joined_by)]
+    pieces = [piece["text"] for piece in sources.join_and_cut([{"text": row} for row in rows], joined_by)]
     assert "".join(pieces) == whole and (len(pieces) < 2 or all(map(str.strip, pieces)))
     assert [part for piece in pieces for part, _ in cut(piece)] == [part for part, _ in cut(whole)]
 
 
 def test_joined_rows_without_spaces_between_words_are_cut_all_the_same():
     rows = [{"text": "汉字。" * 20}] * 1000
-    pieces = [piece["text"] for piece in sources.join_rows(rows, "\n")]
+    pieces = [piece["text"] for piece in sources.join_and_cut(rows, "\n")]
     assert "".join(pieces) == "\n".join(row["text"] for row in rows)
     assert max(map(len, pieces)) < sources.TEXT_DOCUMENT + 100 and all(piece[-1] == "\n" for piece in pieces[:-1])
 

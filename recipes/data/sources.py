@@ -121,7 +121,8 @@ class Source:
                 documents = _kind(documents).from_generator(join_lines, gen_kwargs=joined)
             if self.joined_by is not None:
                 joined = {"rows": documents, "joined_by": self.joined_by}
-                documents = _kind(documents).from_generator(join_rows, gen_kwargs=joined)
+                # `datasets` keeps what comes out under the name of the function: other pieces need another name
+                documents = _kind(documents).from_generator(join_and_cut, gen_kwargs=joined)
             if self.max_documents is not None:
                 documents = documents.take(min(self.max_documents, _length(documents, self.max_documents)))
             if next(iter(documents), None) is None:
@@ -535,7 +536,7 @@ def join_lines(rows: Iterable[dict], document_start: str) -> Iterator[dict]:
         yield {"text": "".join(lines)}
 
 
-def join_rows(rows: Iterable[dict], joined_by: str) -> Iterator[dict]:
+def join_and_cut(rows: Iterable[dict], joined_by: str) -> Iterator[dict]:
     """Yield pieces of `joined_by.join(rows)` without empty rows, cut where white space follows a letter or digit.
 
     Tokenizers cut there too, whatever the white space is, so they find the same tokens as in the whole text. Where a
