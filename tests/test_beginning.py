@@ -52,6 +52,14 @@ def test_a_vocabulary_that_is_far_too_large_is_told(tmp_path, saved):
     assert note_on_vocabulary(of_saved, tiny_model(vocab_size=999).config, tokenizer) is None
 
 
+@pytest.mark.parametrize("more", [[], ["model.exit_gate=normed"]])
+def test_weights_that_are_stored_in_bf16_are_trained_in_fp32(more, tmp_path, saved):
+    """Whose last bits are smaller than what a step changes."""
+    tiny_model(num_loops=3, num_coda_layers=1, max_position_embeddings=64).bfloat16().save_pretrained(saved)
+    model = build_model(recipe_of(tmp_path, saved, *more), tiny_tokenizer())
+    assert {weight.dtype for weight in model.parameters()} == {torch.float32}
+
+
 def test_other_tokens_are_refused(tmp_path, saved):
     recipe, words = recipe_of(tmp_path, saved), Tokenizer(models.WordLevel({"x": 0, "y": 1}, "x"))
     other = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="y", pad_token="y")

@@ -141,7 +141,8 @@ def note_on_vocabulary(recipe: Recipe, config: LoopedConfig, tokenizer) -> str |
 
 
 def saved_model(recipe: Recipe, tokenizer) -> LoopedForCausalLM:
-    """Load the model of training.initialize_from. No weight may be missing, except those of a new exit gate."""
+    """Load the model of training.initialize_from, with weights in fp32 like every model that is trained here. No
+    weight may be missing, except those of a new exit gate."""
     start = recipe.training.initialize_from
     check_folder(start)
     check_tokens_of(start, tokenizer)
@@ -149,6 +150,7 @@ def saved_model(recipe: Recipe, tokenizer) -> LoopedForCausalLM:
     has_new_gate = "exit_gate" in changes
     if recipe.added_fields:
         changes = {"config": recipe.with_added_fields(LoopedConfig.from_pretrained(start, **changes))}
+    changes["dtype"] = torch.float32  # by default it is that of the file
     if not has_new_gate:
         return model_class.from_pretrained(start, **changes)
     model, info = model_class.from_pretrained(start, output_loading_info=True, **changes)
@@ -170,7 +172,7 @@ def check_tokens_of(start: str, tokenizer):
 
 
 def looped_dense_model(recipe: Recipe) -> LoopedForCausalLM:
-    """Convert the dense model, with weights in fp32 like every model that is trained here."""
+    """Convert the dense model, with weights in fp32 too."""
     path = recipe.dense.path
     check_folder(path)
     try:
