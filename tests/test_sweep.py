@@ -178,6 +178,12 @@ def test_a_path_among_the_settings_is_one_word_of_a_name(tmp_path):
     assert Path(run.recipe.training.output_dir) == Path("runs/a") / run.name
 
 
+def test_the_folder_of_a_sweep_is_named_without_the_ending(tmp_path):
+    path = written(tmp_path, "grid: {model.num_loops: [1]}")
+    (run,) = load_sweep(path.rename(tmp_path / "b.yaml"))
+    assert Path(run.recipe.training.output_dir).parent == Path("runs/b")
+
+
 def test_a_plan_counts_what_is_trained(tmp_path, capsys):
     path = written(tmp_path, "grid: {model.residual_scaling: [sqrt, linear], model.num_loops: [1, 2]}")
     plan_main([str(path)])

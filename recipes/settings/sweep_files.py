@@ -36,7 +36,7 @@ class SweepFile(NamedTuple):
 
     @property
     def folder(self) -> Path:
-        return Path("runs") / checked_name(self.path.name.removesuffix(".sweep.yaml"), self.path)
+        return Path("runs") / checked_name(self.path.name.removesuffix(".yaml").removesuffix(".sweep"), self.path)
 
 
 def read_sweep(path: str | Path, overrides: Sequence[str] = ()) -> SweepFile:
