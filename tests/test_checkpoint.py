@@ -1,6 +1,7 @@
 """A checkpoint is whole or not there, whatever happens while it is written, and opens on any number of processes."""
 
 import errno
+import inspect
 import os
 import random
 import shutil
@@ -11,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import GenerationConfig
 
 from looped_recipes.common.checksums import change_of, check_folder, renew_checksum
 from looped_recipes.common.metrics import MetricsLog
@@ -499,6 +501,19 @@ def test_an_export_opens_with_from_pretrained(tmp_path, fields):
     assert opened.generation_config.max_new_tokens == 7
     assert {"tokenizer.json", "README.md", "model.safetensors"} <= set(folders(tmp_path / "final"))
     assert folders(tmp_path) == ["final"]
+
+
+@pytest.mark.skipif(
+    "was_modified" not in inspect.getsource(GenerationConfig.save_pretrained),
+    reason="this version of transformers refuses to save such settings of any model",
+)
+def test_odd_settings_of_generation_that_a_model_came_with_do_not_stop_its_export(tmp_path):
+    """transformers only warns of them when it loads a model, and refuses to save what looks as if it had changed."""
+    tiny_model().save_pretrained(tmp_path / "start")
+    (tmp_path / "start" / "generation_config.json").write_text('{"temperature": 0.6}')
+    model = LoopedForCausalLM.from_pretrained(tmp_path / "start", num_loops=2)
+    path = export_model(tmp_path / "final", model)
+    assert LoopedForCausalLM.from_pretrained(path).generation_config.temperature == 0.6
 
 
 def test_an_export_replaces_the_one_before_and_nothing_else(tmp_path):

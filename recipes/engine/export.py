@@ -128,6 +128,8 @@ def write_folder(folder: Path, model: nn.Module, state: dict, tokenizer, readme)
     whole.load_state_dict(state, assign=True)
     whole.tie_weights()
     whole.generation_config = model.generation_config
+    # transformers checks only what has changed since it was loaded, and no run changes what a model came with
+    whole.generation_config._original_object_hash = hash(whole.generation_config)
     save_pretrained(whole, folder)
     write_code(whole, folder)
     if tokenizer is not None:
