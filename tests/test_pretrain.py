@@ -819,11 +819,11 @@ def test_settings_that_change_no_step_may_change(whole_run, half_done, training_
         "training.keep_last=1",
         "training.keep_best=false",
     ]
-    more += ["logging.monitor_every=2", "evaluation.rows=1", "evaluation.every=100", "data.num_proc=1"]
-    more += [f"data.source={tmp_path / 'copy.jsonl'}", f"data.cache_dir={tmp_path / 'shards'}"]
+    more += ["logging.monitor_every=2", "evaluation.rows=1", "evaluation.loops=[2]", "evaluation.every=100"]
+    more += ["data.num_proc=1", f"data.source={tmp_path / 'copy.jsonl'}", f"data.cache_dir={tmp_path / 'shards'}"]
     main([str(SMOKE / "parcae.yaml"), *smoke_settings(training_text, tmp_path / "moved", *more)])
     assert logged_losses(tmp_path / "moved") == pytest.approx(logged_losses(whole_run), rel=2e-4)
-    said = r"at step 3; changed: validation.rows was \d+, is 1\n"
+    said = r"at step 3; changed: validation.loops was None, is \[2\]; validation.rows was \d+, is 1\n"
     assert re.search(said, capsys.readouterr().out)
 
 

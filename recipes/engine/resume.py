@@ -2,7 +2,7 @@
 
 Refused if different: the model, the tokens, their order and depths, the type of optimizer, the precision. Learning
 rates, other optimizer settings, the schedule and the code of a class of one's own may be changed on purpose
-(`training.resume=changed`); the length of the run and its validation text may change at any time. Changes are printed,
+(`training.resume=changed`); the length of the run and its validation may change at any time. Changes are printed,
 as are different versions of code and libraries. All other settings (logging, saving, compiling, processes, and without
 dropout micro batches) change steps only by rounding and are not compared.
 """
@@ -39,7 +39,7 @@ NUM_SAMPLED_ROWS = 64
 OF_TEXT = {"data.rows", "data.sampled_rows", "tokenizer"}  # dotted names of what the documents determine
 OF_OPTIMIZERS = ("optimizer.name", "optimizer.muon_value_gates")  # which type of optimizer a parameter has
 CODE = "code of training.model_file"  # the compared checksum
-VALIDATION = "validation"  # the compared section that describes the validation rows
+VALIDATION = "validation"  # the compared section that tells which validation losses can be compared
 VOLATILE = {"transformers_version", "_name_or_path", "architectures", "auto_map", "dtype"}  # fields of model configs
 
 
@@ -64,6 +64,7 @@ def compared_settings(recipe: Recipe, config: LoopedConfig, data, precision: str
         "schedule": dataclasses.asdict(recipe.schedule),
         "training": {name: getattr(recipe.training, name) for name in COMPARED_TRAINING},
         VALIDATION: {
+            "loops": recipe.evaluation.loops,
             "rows": min(recipe.evaluation.rows, len(data.validation)),
             "sampled_rows": sample_of_rows(data.validation),
         },

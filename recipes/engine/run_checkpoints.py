@@ -126,11 +126,11 @@ class RunCheckpoints:
             self.accelerator.print(
                 f"{checkpoint} was made with {other}: steps may be rounded differently from here on"
             )
-        is_other_text = any(name.startswith(VALIDATION) for name, _, _ in changes)
+        is_other_loss = any(name.startswith(VALIDATION) for name, _, _ in changes)
         progress = Progress(
             step=extra["step"],
             num_skipped=extra["skipped_steps"],
-            best=math.inf if is_other_text else extra["best"],
+            best=math.inf if is_other_loss else extra["best"],
             total_steps=extra["total_steps"],
         )
         return progress, changes
