@@ -293,6 +293,17 @@ def test_words_of_bert_have_the_space_before_them():
     assert tokenizer.decode(tokenizer(text).input_ids) == text
 
 
+def test_words_of_gpt_1_have_the_space_behind_them():
+    """It writes </w> behind a word, which is no text."""
+    vocabulary = {word: i for i, word in enumerate(["<end>", "c", "a", "t", "t</w>", "ca", "cat</w>", "a</w>"])}
+    backend = Tokenizer(models.BPE(vocabulary, [("c", "a"), ("ca", "t</w>")], end_of_word_suffix="</w>"))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.BertPreTokenizer(), decoders.BPEDecoder("</w>")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>")
+    lengths = token_bytes(tokenizer)
+    assert lengths.tolist() == [0, 1, 1, 1, 2, 2, 4, 2]
+    assert lengths[tokenizer("a cat").input_ids].sum() == len("a cat ")
+
+
 def test_a_tokenizer_without_bos_begins_documents_with_its_eos(tmp_path):
     _foreign(tmp_path, eos_token="<end>")
     tokenizer = load_tokenizer(str(tmp_path))

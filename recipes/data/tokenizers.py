@@ -320,7 +320,7 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
             lengths[index] = len(token)
         elif '"ByteFallback"' in kinds and len(token) == 6 and token.startswith("<0x"):
             lengths[index] = 1
-        elif '"WordPiece"' in kinds:  # with the space that its decoder writes before words
+        elif '"WordPiece"' in kinds or '"BPEDecoder"' in kinds:  # with the space that the decoder writes between words
             once, twice = (len(decoder.decode(tokens).encode()) for tokens in ([token], [token, token]))
             lengths[index] = twice - once
         else:
