@@ -34,7 +34,7 @@ from modeling_looped.formats import save_public
 from modeling_looped.loading import LoopedCheckpointError
 
 from .helpers import TINY, random_ids, tiny_config, tiny_tokenizer
-from .helpers_pretrain import SMOKE, smoke_settings
+from .helpers_pretrain import SMOKE, logged_losses, smoke_settings
 
 
 CODE = """
@@ -447,6 +447,38 @@ def test_a_run_logs_what_the_class_measures(written, training_text, tmp_path):
     for record in logged:
         assert record["own/loss"] == pytest.approx(record["loss"], rel=1e-4)  # of both micro-batches of the step
         assert {name for name in record if name.startswith("own/")} == {"own/loss", "own/calls"}
+
+
+DROPS = """
+from torch import nn
+
+from modeling_looped import LoopedForCausalLM
+
+
+class DropsForCausalLM(LoopedForCausalLM):
+    def __init__(self, config):
+        super().__init__(config)
+        self.model.core[0].mlp = Drops(self.model.core[0].mlp)
+        self.post_init()
+
+
+class Drops(nn.Module):
+    def __init__(self, mlp):
+        super().__init__()
+        self.mlp, self.dropout = mlp, nn.Dropout(0.2)
+
+    def forward(self, x, loop_set):
+        return self.dropout(self.mlp(x, loop_set))
+"""
+
+
+def test_what_a_class_draws_at_random_is_the_same_after_a_resume(written, training_text, tmp_path):
+    own = f"training.model_file={written(DROPS, 'own_drops')}"
+    for folder, stops in (("whole", [None]), ("stopped", [2, None])):
+        for stop in stops:
+            more = [own] if stop is None else [own, f"training.stop_after={stop}"]
+            main([str(SMOKE / "lt.yaml"), *smoke_settings(training_text, tmp_path / folder, *more)])
+    assert logged_losses(tmp_path / "whole") == logged_losses(tmp_path / "stopped")
 
 
 CRITERION = """

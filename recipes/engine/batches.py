@@ -25,7 +25,7 @@ from .tensor_parallel import data_rank
 class MicroBatch(NamedTuple):
     """Rows of one forward pass, on the device."""
 
-    number: int  # seeds dropout
+    number: int  # seeds dropout; no two micro batches of a step have the same
     batch: dict[str, torch.Tensor]
     loss_positions: np.ndarray  # positions whose next token has a label
     depths: list[int]
@@ -120,7 +120,7 @@ class Batches:
         index, world = data_rank(self.accelerator)
         if not self.has_dropout:
             mine = balanced_ranks(depths, world)[index]
-            return list(enumerate(mine[start : start + size] for start in range(0, len(mine), size)))
+            return [(mine[start], mine[start : start + size]) for start in range(0, len(mine), size)]
         groups = [list(range(start, start + size)) for start in range(0, len(depths), size)]
         mine = balanced_ranks([sum(depths[row] for row in rows) for rows in groups], world)[index]
         return [(number, groups[number]) for number in mine]

@@ -54,6 +54,11 @@ class Steps:
         may_be_left_out = self.recipe.training.skip_nonfinite_steps or self.scaler is not None
         return self.accelerator.device.type != "cpu" and not may_be_left_out
 
+    @property
+    def draws_in_passes(self) -> bool:
+        """Whether a pass may draw random numbers without a generator: dropout does, and a class of the user's own."""
+        return self.batches.has_dropout or self.recipe.training.model_file is not None
+
     def is_timed(self, step: int) -> bool:
         """Whether a step is logged with the speed since the last such step."""
         done = step + 1
@@ -106,7 +111,7 @@ class Steps:
         labelled = self.labels_of(step)
         total = torch.zeros((), device=accelerator.device)
         for i, (number, batch, loss_positions, depths, noise) in enumerate(self.batches.of_step(step)):
-            if self.batches.has_dropout:  # all other random draws of a pass use separate generators
+            if self.draws_in_passes:
                 set_seed(generator_of("dropout", self.recipe.training.seed, step, number).initial_seed() % 2**32)
             with without_sync(accelerator, self.model) if i < count - 1 else nullcontext():
                 outputs = self.model(
