@@ -60,6 +60,16 @@ def test_weights_that_are_stored_in_bf16_are_trained_in_fp32(more, tmp_path, sav
     assert {weight.dtype for weight in model.parameters()} == {torch.float32}
 
 
+def test_a_saved_model_learns_the_end_of_documents_where_it_is_its_padding_too(tmp_path, saved):
+    tokenizer = tiny_tokenizer()
+    end = tokenizer.eos_token_id
+    tiny_model(num_loops=3, max_position_embeddings=64, pad_token_id=end).save_pretrained(saved)
+    model = build_model(recipe_of(tmp_path, saved), tokenizer)
+    ids = torch.tensor([[end, 5, 6]])
+    model(ids, labels=ids).loss.backward()
+    assert model.get_input_embeddings().weight.grad[end].any() and model.config.pad_token_id == end
+
+
 def test_other_tokens_are_refused(tmp_path, saved):
     recipe, words = recipe_of(tmp_path, saved), Tokenizer(models.WordLevel({"x": 0, "y": 1}, "x"))
     other = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="y", pad_token="y")

@@ -113,6 +113,9 @@ def build_model(recipe: Recipe, tokenizer) -> LoopedForCausalLM:
             model.generation_config.pad_token_id = eos
     if recipe.start is not None:
         check_positions(recipe, model.config)
+        table = model.get_input_embeddings()
+        if table.padding_idx in (start, eos):  # as it lies in documents, it is to learn here too
+            table.padding_idx = None
     size = num_ids(tokenizer)
     if size > model.config.vocab_size:
         smaller = "data.tokenizer_vocab_size" if recipe.data.tokenizer in TRAINERS else "data.tokenizer"
