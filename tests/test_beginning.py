@@ -70,6 +70,15 @@ def test_a_saved_model_learns_the_end_of_documents_where_it_is_its_padding_too(t
     assert model.get_input_embeddings().weight.grad[end].any() and model.config.pad_token_id == end
 
 
+@pytest.mark.parametrize(("stops", "expected"), [(2, 2), ([2, 9], [2, 9]), (9, [9, 2]), ([8, 9], [8, 9, 2])])
+def test_a_saved_model_stops_at_the_end_of_the_documents_too(stops, expected, tmp_path, saved):
+    model = tiny_model(num_loops=3, max_position_embeddings=64)
+    model.generation_config.eos_token_id = stops
+    model.save_pretrained(saved)
+    model = build_model(recipe_of(tmp_path, saved), tiny_tokenizer())
+    assert model.generation_config.eos_token_id == expected and tiny_tokenizer().eos_token_id == 2
+
+
 def test_other_tokens_are_refused(tmp_path, saved):
     recipe, words = recipe_of(tmp_path, saved), Tokenizer(models.WordLevel({"x": 0, "y": 1}, "x"))
     other = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="y", pad_token="y")

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
+from transformers import GenerationConfig
 
 from looped_recipes.common.checksums import check_folder
 from looped_recipes.data.sources import looks_like_path
@@ -116,6 +117,7 @@ def build_model(recipe: Recipe, tokenizer) -> LoopedForCausalLM:
         table = model.get_input_embeddings()
         if table.padding_idx in (start, eos):  # as it lies in documents, it is to learn here too
             table.padding_idx = None
+        stop_at(eos, model.generation_config)
     size = num_ids(tokenizer)
     if size > model.config.vocab_size:
         smaller = "data.tokenizer_vocab_size" if recipe.data.tokenizer in TRAINERS else "data.tokenizer"
@@ -141,6 +143,14 @@ def note_on_vocabulary(recipe: Recipe, config: LoopedConfig, tokenizer) -> str |
         f"model.vocab_size={config.vocab_size} is far above the {known} entries of the tokenizer, and every step "
         f"computes all of them: model.vocab_size={fits} would do"
     )
+
+
+def stop_at(token: int, config: GenerationConfig):
+    """Let generation stop at the token that ends documents, beside those at which a model that is there stops."""
+    stops = [] if config.eos_token_id is None else config.eos_token_id
+    stops = stops if isinstance(stops, list) else [stops]
+    if token not in stops:
+        config.eos_token_id = [*stops, token]
 
 
 def saved_model(recipe: Recipe, tokenizer) -> LoopedForCausalLM:
