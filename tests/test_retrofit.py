@@ -9,13 +9,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from looped_recipes.common.metrics import last_validation, read_metrics
 from looped_recipes.convert import convert
+from looped_recipes.engine.beginning import build_model
 from looped_recipes.engine.saving import CheckpointError
 from looped_recipes.pretrain import main
 from looped_recipes.retrofit import small
 from looped_recipes.settings.recipe import RecipeError, load_recipe
 from looped_recipes.settings.run_checks import check_run
 from modeling_looped import LoopedForCausalLM
-from tests.helpers import random_ids
+from tests.helpers import random_ids, tiny_tokenizer
 from tests.helpers_recipes import RECIPES
 
 
@@ -156,6 +157,18 @@ def test_sizes_come_from_the_dense_model(llama):
     config = check_run(recipe)
     assert (config.hidden_size, config.vocab_size, config.num_layers, config.num_loops) == (32, 320, 5, 4)
     assert config.injection == "concat" and config.tie_word_embeddings
+
+
+def test_tokens_that_a_dense_model_does_not_know_are_refused(llama):
+    more = [f"dense.path={llama}", f"data.tokenizer={llama}", "data.sequence_length=32"]
+    recipe = load_recipe(TINY / "looped.yaml", more)
+    for name in ("vocab_size", "hidden_size", "intermediate_size"):
+        recipe.model.pop(name)
+    with pytest.raises(
+        RecipeError, match="dense model .* knows the tokens of its own tokenizer, and 30 of data.tokenizer"
+    ):
+        build_model(recipe, tiny_tokenizer())
+    assert build_model(recipe, AutoTokenizer.from_pretrained(llama)).config.vocab_size == 320
 
 
 @pytest.mark.parametrize(

@@ -103,7 +103,7 @@ def build_model(recipe: Recipe, tokenizer) -> LoopedForCausalLM:
     special = {"bos_token_id": start, "eos_token_id": eos, "pad_token_id": pad}
     fields = {**special, "max_position_embeddings": max(recipe.data.sequence_length, trained_positions(recipe))}
     if recipe.dense.path is not None:
-        model = looped_dense_model(recipe)
+        model = looped_dense_model(recipe, tokenizer)
     elif recipe.training.initialize_from is not None:
         model = saved_model(recipe, tokenizer)
     else:
@@ -184,10 +184,17 @@ def check_tokens_of(start: str, tokenizer):
         )
 
 
-def looped_dense_model(recipe: Recipe) -> LoopedForCausalLM:
-    """Convert the dense model, with weights in fp32 too."""
+def looped_dense_model(recipe: Recipe, tokenizer) -> LoopedForCausalLM:
+    """Convert the dense model, with weights in fp32 too. Data may leave tokens of its tokenizer out, or add some."""
     path = recipe.dense.path
     check_folder(path)
+    if (Path(path) / "tokenizer_config.json").is_file():
+        own = {id: token for token, id in read_tokenizer(path).get_vocab().items()}
+        if other := [token for token, id in tokenizer.get_vocab().items() if own.get(id, token) != token]:
+            raise RecipeError(
+                f"the dense model of dense.path={path!r} knows the tokens of its own tokenizer, and {len(other)} of "
+                f"data.tokenizer, such as {other[0]!r}, have the ids of others: set data.tokenizer={path}"
+            )
     try:
         return recipe.model_class.from_dense(
             path, dtype=torch.float32, **recipe.dense_options(), **recipe.added_fields
