@@ -311,6 +311,15 @@ def test_a_tokenizer_without_bos_begins_documents_with_its_eos(tmp_path):
     assert list(Encoder(tokenizer)(["b a", "a"])) == [[0, 2, 1], [0, 1]]  # one token both ends and begins
 
 
+def test_a_tokenizer_is_the_same_from_another_folder(tmp_path, monkeypatch):
+    """Data were prepared anew for `looped halting` and others that were called from elsewhere."""
+    _foreign(tmp_path / "words", eos_token="<end>")
+    monkeypatch.chdir(tmp_path)
+    names = ["words", "./words/", str(tmp_path / "words")]
+    near, again, far = (tokenizer_settings(DataConfig(tokenizer=name)) for name in names)
+    assert near == again == far
+
+
 def test_the_code_of_a_published_model_is_not_asked_for(tmp_path, monkeypatch):
     _foreign(tmp_path, eos_token="<end>")
     code = {"AutoConfig": "configuration_ouro.OuroConfig"}

@@ -1,6 +1,7 @@
 """Shards that workers of another pipeline write hold what `prepare` makes of the same documents."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -52,6 +53,18 @@ def test_they_hold_what_prepare_makes_of_the_same(data, tmp_path):
     assert written.manifest["counts"]["validation"]["documents"] > 0
     assert documents_of(written) == documents_of(made)
     assert len(documents_of(made)) == made.manifest["counts"]["train"]["documents"]
+
+
+def test_workers_and_training_have_their_tokenizer_in_places_of_their_own(data, tmp_path):
+    write(data, 0)
+    shutil.move(tmp_path / "tokenizer", tmp_path / "moved")
+    data.tokenizer = str(tmp_path / "moved")
+    for rank in (1, 2):
+        write(data, rank)
+    assert prepare(data).folder == tmp_path / "shards"
+    shutil.move(tmp_path / "moved", tmp_path / "elsewhere")
+    data.tokenizer = str(tmp_path / "elsewhere")
+    assert prepare(data).folder == tmp_path / "shards"
 
 
 def test_a_worker_that_was_stopped_goes_on(data, tmp_path, monkeypatch):

@@ -381,6 +381,7 @@ def _read_manifest(folder: Path) -> dict:
 
 
 def _check_settings(folder: Path, found: dict, wanted: dict):
+    found, wanted = _by_content(found), _by_content(wanted)
     different = [key for key in sorted({*found, *wanted}) if found.get(key) != wanted.get(key)]
     if different:
         listed = "; ".join(f"{key} was {found.get(key)}, is now {wanted.get(key)}" for key in different)
@@ -388,6 +389,12 @@ def _check_settings(folder: Path, found: dict, wanted: dict):
             f"the shards in {folder} were made with other settings: {listed}. Set data.cache_dir to another folder, "
             "or delete this one"
         )
+
+
+def _by_content(settings: dict) -> dict:
+    """Leave out where a tokenizer lies, if its checksum is there: shards are also read on other machines."""
+    tokenizer = settings["tokenizer"]
+    return {**settings, "tokenizer": {**tokenizer, "name": None} if "sha256" in tokenizer else tokenizer}
 
 
 def _rows(folder: Path, shards: list[dict], data: DataConfig, tokenizer, lengths: torch.Tensor) -> PackedRows:

@@ -193,7 +193,8 @@ def tokenizer_settings(data: DataConfig) -> dict:
             **({"pieces": list(WORD_PIECES)} if data.tokenizer == "word" else {}),
         }
     if expanded(data.tokenizer).exists() or looks_like_path(data.tokenizer):
-        return {"name": data.tokenizer, **start, "sha256": tokenizer_hash(load_tokenizer(data.tokenizer))}
+        name = str(expanded(data.tokenizer).absolute())
+        return {"name": name, **start, "sha256": tokenizer_hash(load_tokenizer(data.tokenizer))}
     return {"name": data.tokenizer, **start}
 
 
