@@ -102,6 +102,11 @@ def test_of_decoding(options, capsys):
     assert all(ratio > 0 and math.isfinite(ratio) for line in lines.values() for ratio in ratios(line))
 
 
+def test_of_scoring(capsys):
+    line = lines_of("harness", capsys, requests=2)["harness"]
+    assert all(math.isfinite(line[name]) for name in ("over_stock", "over_one_depth", "over_runs"))
+
+
 def test_both_limits_of_bandwidth(monkeypatch):
     """By hand: all weights but the embedding once, those of the core and every slot's keys and values N times."""
     rates = {None: 1000.0, "core": 4000.0}

@@ -33,9 +33,8 @@ def requests_of(args) -> list[tuple[str, list[int], list[int]]]:
 
 def harness(args) -> dict[str, float]:
     model = build(args, looped_config(args)).eval()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordLevel({"<pad>": 0}, unk_token="<pad>")), pad_token="<pad>"
-    )
+    words = Tokenizer(models.WordLevel({"<pad>": 0}, unk_token="<pad>"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<pad>")
     requests, setup = requests_of(args), {"tokenizer": tokenizer, "batch_size": args.batch_size}
     stock = HFLM(model, **setup)
     every, deepest = (LoopedLM(model, num_loops=loops, **setup) for loops in (f"1..{args.num_loops}", args.num_loops))
