@@ -184,8 +184,9 @@ def output_with_exits(
 
 
 def restarts(position_ids: torch.Tensor | None) -> bool:
-    """Return whether a row holds several documents: where its positions decrease, another document begins."""
-    return position_ids is not None and bool((position_ids.diff(dim=-1) < 0).any())
+    """Return whether a row holds several documents. As in masks of transformers, another one begins where a position
+    does not follow the one before: also where it is the same, behind a document of one token."""
+    return position_ids is not None and bool((position_ids.diff(dim=-1) != 1).any())
 
 
 def is_fixed(cache) -> bool:

@@ -467,12 +467,13 @@ def test_both_ways_are_taken(monkeypatch):
     assert any(apart)
 
 
+@pytest.mark.parametrize("size", [1, 5])
 @pytest.mark.parametrize("coda", [0, 1])
 @pytest.mark.parametrize("name", ["max_prob", "cosine", "latent_diff"])
-def test_packed_documents_do_not_see_each_other(name, coda):
+def test_packed_documents_do_not_see_each_other(name, coda, size):
     """As in a pass without exits: they are found by their positions, where neither mask nor cache is given."""
     model, text = tiny_model(num_coda_layers=coda, num_loops=LOOPS).double(), random_ids(2, 10)
-    positions = torch.arange(10).remainder(5).expand(2, -1)
+    positions = torch.arange(10).remainder(size).expand(2, -1)
     rule = ExitRule(name, 1.0 if name == "max_prob" else 0.0)
     with torch.no_grad():
         if coda and name == "max_prob":  # token by token, on a cache
@@ -480,7 +481,7 @@ def test_packed_documents_do_not_see_each_other(name, coda):
                 model(text, position_ids=positions, exit_rule=rule)
             return
         packed = model(text, position_ids=positions, exit_rule=rule)
-        alone = [model(part, exit_rule=rule) for part in text.split(5, dim=1)]
+        alone = [model(part, exit_rule=rule) for part in text.split(size, dim=1)]
     torch.testing.assert_close(packed.logits, torch.cat([each.logits for each in alone], 1), rtol=1e-9, atol=1e-9)
     assert torch.equal(packed.token_loops, torch.cat([each.token_loops for each in alone], 1))
 
