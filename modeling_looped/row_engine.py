@@ -268,7 +268,7 @@ class RowEngine:
         if held != length:
             raise ValueError(
                 f"the cache holds {held} tokens of a prompt of {length}: virtual tokens, as prefix and prompt tuning "
-                "put before it, go with plain decoding: leave out exits, draft_loops and warm_start"
+                "put before it, go with plain decoding: leave out exits, draft_loops, warm_start and cache_dtype"
             )
         return outputs
 
