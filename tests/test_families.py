@@ -287,6 +287,11 @@ def test_what_cannot_be_expressed_is_refused(config, parts):
     assert all(part in str(caught.value) for part in parts), caught.value
 
 
+def test_biases_that_the_layers_of_a_family_do_not_have_are_left_out():
+    config = dense_config("mistral", attention_bias=True)
+    assert family_of(config).fields(config)["attention_bias"] == "none"
+
+
 def test_a_field_that_is_new_to_a_family_is_refused_unless_it_is_left_at_its_default():
     @strict
     class NewerConfig(transformers.LlamaConfig):

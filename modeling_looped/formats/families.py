@@ -89,13 +89,14 @@ def unread(config, read: set[str]) -> list[str]:
 def shared_fields(config, *read: str) -> dict[str, Any]:
     """Return the fields common to all families; refuse other settings. read: further fields that the family reads."""
     refuse(config, unread(config, {*SAME, *ELSEWHERE, *read}))
+    has_biases = "attention_bias" in own_fields(config) and config.attention_bias
     return {
         **{name: getattr(config, name) for name in SAME},
         "pad_token_id": None if config.pad_token_id == -1 else config.pad_token_id,  # -1 in the first Llamas: none
         "head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
         "hidden_act": config.hidden_activation if "hidden_activation" in own_fields(config) else config.hidden_act,
         "rope_parameters": copy.deepcopy(config.rope_parameters),
-        "attention_bias": "qkvo" if getattr(config, "attention_bias", False) else "none",
+        "attention_bias": "qkvo" if has_biases else "none",
         "mlp_gated": True,
         "sliding_window": None,
         "layer_windows": None,
