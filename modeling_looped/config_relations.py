@@ -136,6 +136,13 @@ def check_rope_type(config):
             raise ValueError(
                 f"rope_type={rope_type!r} is not one of transformers': default, {', '.join(sorted(known))}"
             )
+        scales_each = rope_type == "longrope" and config.position_embedding == "rope"
+        for name in ("short_factor", "long_factor") if scales_each else ():
+            if isinstance(factors := one.get(name), (list, tuple)) and len(factors) != config.head_dim // 2:
+                raise ValueError(
+                    f"rope_parameters has {len(factors)} numbers in {name}, but a head of head_dim={config.head_dim} "
+                    f"is rotated at {config.head_dim // 2} frequencies: give one for each"
+                )
         if (part := one.get("partial_rotary_factor")) not in (None, 1) and rope_type != "proportional":
             raise ValueError(
                 f"partial_rotary_factor={part} goes with rope_type='proportional', and not with {rope_type!r}, which "

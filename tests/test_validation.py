@@ -125,6 +125,18 @@ REFUSED = {
         {"rope_parameters": {"rope_type": "llama3", "factor": 8.0, "rope_theta": 1e4}},
         ["rope_parameters", "llama3", "low_freq_factor"],
     ),
+    "rope factors of another head": (
+        {
+            "rope_parameters": {
+                **ROPE,
+                "rope_type": "longrope",
+                "original_max_position_embeddings": 64,
+                "short_factor": [1.0] * 4,
+                "long_factor": [1.0] * 3,
+            },
+        },
+        ["3 numbers in long_factor", "head_dim=8", "4 frequencies"],
+    ),
     "a part of the head": ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor=0.5", "whole head", "'default'"]),
     # windows
     "pattern letters": ({"window_pattern": "SXL"}, ["window_pattern", "SXL", "S and L"]),
