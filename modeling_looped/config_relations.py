@@ -15,7 +15,7 @@ MOST_LAYERS, LARGEST_SIZE = 10**4, 10**9  # far above any model; larger ones wou
 
 def check_relations(config):
     check_sizes(config)
-    check_largest(config)
+    check_first(config)
     check_attention(config)
     check_loop(config)
     check_readout(config)
@@ -24,7 +24,7 @@ def check_relations(config):
 def check_sizes(config):
     for name in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
                  "head_dim", "max_position_embeddings", "num_core_layers", "num_loops",
-                 "num_readout_alphas", "key_value_interval"):  # fmt: skip
+                 "num_readout_alphas"):  # fmt: skip
         value = getattr(config, name)
         if value is None or value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
@@ -57,7 +57,10 @@ def check_sizes(config):
         )
 
 
-def check_largest(config):
+def check_first(config):
+    """The checks that come first, before transformers reads what is derived from these fields."""
+    if config.key_value_interval < 1:  # `layer_types` divides by it
+        raise LoopedConfigError(f"key_value_interval must be at least 1, got {config.key_value_interval}")
     largest = dict.fromkeys(("num_prelude_layers", "num_core_layers", "num_coda_layers"), MOST_LAYERS)
     largest |= dict.fromkeys(
         ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "head_dim", "core_hidden_size",

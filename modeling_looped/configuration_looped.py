@@ -27,7 +27,7 @@ from .compatibility import at_one_commit
 from .config_errors import LoopedConfigError, raise_value_errors
 from .config_layers import DerivedFields, with_rope_kept
 from .config_plans import fsdp_plan, tensor_parallel_plan
-from .config_relations import check_largest, check_relations
+from .config_relations import check_first, check_relations
 from .foreign_names import (
     ARGUMENTS_OF_LOADING,
     ARGUMENTS_OF_TOKENIZERS,
@@ -312,7 +312,7 @@ class LoopedConfig(DerivedFields):
             self.num_key_value_heads = self.num_attention_heads
         if self.head_dim is None and self.num_attention_heads > 0:
             self.head_dim = self.hidden_size // self.num_attention_heads
-        check_largest(self)
+        check_first(self)
         if self.sliding_window is None and self.window_pattern is not None:
             self.sliding_window = self.max_position_embeddings // 4
         # transformers declares these for the class; here each config has its own: plans name the layers that exist

@@ -139,6 +139,10 @@ REFUSED = {
     ),
     "a part of the head": ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor=0.5", "whole head", "'default'"]),
     # windows
+    "no interval beside a window": (
+        {"key_value_interval": 0, "sliding_window": 4},
+        ["key_value_interval must be at least 1, got 0"],
+    ),
     "pattern letters": ({"window_pattern": "SXL"}, ["window_pattern", "SXL", "S and L"]),
     "empty pattern": ({"window_pattern": ""}, ["window_pattern", "''", "S and L"]),
     "window of none alone": ({"sliding_window": 0}, ["sliding_window", "0", "at least 2"]),
