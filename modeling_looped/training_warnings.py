@@ -18,7 +18,7 @@ def warn_of_training(trunk, plan: DepthPlan, num_rows: int, has_first_state: boo
         return
     warn_of_untrained_between(trunk, plan)
     if not has_first_state:
-        warn_of_start_without_noise(trunk.config, plan)
+        warn_of_start_without_noise(trunk)
         warn_of_untrained_input(trunk, plan, num_rows)
 
 
@@ -37,16 +37,15 @@ def warn_of_untrained_between(trunk, plan: DepthPlan):
         )
 
 
-def warn_of_start_without_noise(config, plan: DepthPlan):
+def warn_of_start_without_noise(trunk):
     """Warn of a training pass from zeros in a model that is trained from noise, at depths that are drawn."""
-    if config.state_init != "normal":
-        return
-    logger.warning_once(
-        f"This training pass begins from zeros and runs num_loops={plan.depths}, while models of state_init='normal' "
-        "are trained from noise and at depths that are drawn, as recipes do, and modeling_looped.trainers.OwnLoss "
-        "before a Trainer. Unless this is meant, take one of these, or pass "
-        "initial_state=model.sample_initial_state(...)."
-    )
+    if trunk.config.state_init == "normal" and is_as_written(trunk, "initial_state"):
+        logger.warning_once(
+            "This training pass begins from zeros, while models of state_init='normal' are trained from noise and at "
+            "depths that are drawn. Unless this is meant, train by a recipe, or by a Trainer with OwnLoss and its "
+            "depths = DrawnDepths(...), both from modeling_looped.trainers, or pass num_loops and "
+            "initial_state=model.sample_initial_state(...)."
+        )
 
 
 def warn_of_untrained_input(trunk, plan: DepthPlan, num_rows: int):

@@ -347,8 +347,17 @@ def test_training_from_zeros_in_the_place_of_noise_is_warned_of(monkeypatch):
     model.eval()(ids, labels=ids)
     tiny_model(injection="add", state_init="zeros").train()(ids, labels=ids)
     assert said == []
-    model.train()(ids, labels=ids)
-    assert len(said) == 1 and "begins from zeros and runs num_loops=3" in said[0] and "OwnLoss" in said[0]
+    for depth in (3, [1, 2]):
+        model.train()(ids, labels=ids, num_loops=depth)
+    assert len(set(said)) == 1 and "begins from zeros, while" in said[0] and "DrawnDepths" in said[0]
+
+
+def test_a_class_that_draws_its_noise_itself_is_not_warned_of_zeros(monkeypatch):
+    said, ids, model = [], random_ids(2, 5), tiny_model(injection="add", state_init="normal").train()
+    monkeypatch.setattr(training_warnings.logger, "warning_once", said.append)
+    monkeypatch.setattr(model.model, "initial_state", lambda embedded, given: torch.randn_like(embedded))
+    model(ids, labels=ids)
+    assert said == []
 
 
 @pytest.mark.parametrize("fields", [{"inter_loop_norm": "own"}, {"loop_damping": True}, {}], ids=str)
