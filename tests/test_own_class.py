@@ -19,6 +19,7 @@ from looped_eval.halting.options import parse as parse_halting
 from looped_eval.harness.looped_lm import LoopedLM
 from looped_eval.show_loops.command import main as show
 from looped_recipes.common.metrics import read_metrics
+from looped_recipes.engine.beginning import build_model
 from looped_recipes.engine.checkpoint import CheckpointError
 from looped_recipes.engine.resume import checksum_of_code
 from looped_recipes.engine.training import Pretraining
@@ -479,6 +480,29 @@ def test_what_a_class_draws_at_random_is_the_same_after_a_resume(written, traini
             more = [own] if stop is None else [own, f"training.stop_after={stop}"]
             main([str(SMOKE / "lt.yaml"), *smoke_settings(training_text, tmp_path / folder, *more)])
     assert logged_losses(tmp_path / "whole") == logged_losses(tmp_path / "stopped")
+
+
+EMBEDS = """
+from torch import nn
+
+from modeling_looped import LoopedForCausalLM
+
+
+class EmbedsForCausalLM(LoopedForCausalLM):
+    def __init__(self, config):
+        super().__init__(config)
+        self.model.embed_tokens = nn.Sequential(nn.Embedding(config.vocab_size, 8), nn.Linear(8, config.hidden_size))
+        self.post_init()
+"""
+
+
+def test_a_run_begins_with_a_model_whose_embedding_is_no_table(written, tmp_path):
+    path, saved = written(EMBEDS, "own_embeds"), tmp_path / "saved"
+    class_in_file(path)(tiny_config(max_position_embeddings=64)).save_pretrained(saved)
+    (tmp_path / "next.yaml").write_text("training: {steps: 5}\ndata: {sequence_length: 32}")
+    start = [f"training.model_file={path}", f"training.initialize_from={saved}"]
+    model = build_model(load_recipe(tmp_path / "next.yaml", start), tiny_tokenizer())
+    assert len(model.get_input_embeddings()) == 2
 
 
 CRITERION = """

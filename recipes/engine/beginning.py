@@ -115,7 +115,7 @@ def build_model(recipe: Recipe, tokenizer) -> LoopedForCausalLM:
     if recipe.start is not None:
         check_positions(recipe, model.config)
         table = model.get_input_embeddings()
-        if table.padding_idx in (start, eos):  # as it lies in documents, it is to learn here too
+        if getattr(table, "padding_idx", None) in (start, eos):  # as it lies in documents, it is to learn here too
             table.padding_idx = None
         stop_at(eos, model.generation_config)
     size = num_ids(tokenizer)
