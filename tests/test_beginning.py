@@ -84,6 +84,9 @@ def test_other_tokens_are_refused(tmp_path, saved):
     other = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="y", pad_token="y")
     with pytest.raises(RecipeError, match="knows the tokens of its own tokenizer, .* set data.tokenizer=.*final"):
         build_model(recipe, other)
+    (saved / "tokenizer.json").write_text("{}")
+    with pytest.raises(RecipeError, match="can not compare the tokens .* does not open: .*; mend it, or move its"):
+        build_model(recipe, other)
     (saved / "tokenizer_config.json").unlink()
     assert build_model(recipe, other).config.hidden_size == 32  # nothing says which it knew
 

@@ -174,23 +174,37 @@ def saved_model(recipe: Recipe, tokenizer) -> LoopedForCausalLM:
 
 def check_tokens_of(start: str, tokenizer):
     """Refuse data whose tokenizer differs from that of the saved model; without a saved tokenizer any is accepted."""
-    if not (Path(start) / "tokenizer_config.json").is_file():
-        return
-    own = read_tokenizer(start)
-    if tokenizer.get_vocab() != own.get_vocab():
+    own = vocabulary_beside(start)
+    if own is not None and tokenizer.get_vocab() != own:
         raise RecipeError(
             f"the model of training.initialize_from={start!r} knows the tokens of its own tokenizer, and the data "
             f"have others: set data.tokenizer={start}"
         )
 
 
+def vocabulary_beside(model: str) -> dict[str, int] | None:
+    """Return the vocabulary of the tokenizer that lies beside a model; None if there is none."""
+    if not (Path(model) / "tokenizer_config.json").is_file():
+        return None
+    try:
+        return read_tokenizer(model).get_vocab()
+    except Exception as error:  # of several kinds
+        said = " ".join(str(error).split())
+        raise RecipeError(
+            f"can not compare the tokens of the data with those of {model}, as the tokenizer there does not open: "
+            f"{said}; mend it, or move its files out of that folder"
+        ) from error
+
+
 def looped_dense_model(recipe: Recipe, tokenizer) -> LoopedForCausalLM:
-    """Convert the dense model, with weights in fp32 too. Data may leave tokens of its tokenizer out, or add some."""
+    """Convert the dense model, with weights in fp32 too. Data may leave tokens of its tokenizer out, or add some, also
+    in the places of tokens that it keeps in reserve."""
     path = recipe.dense.path
     check_folder(path)
-    if (Path(path) / "tokenizer_config.json").is_file():
-        own = {id: token for token, id in read_tokenizer(path).get_vocab().items()}
-        if other := [token for token, id in tokenizer.get_vocab().items() if own.get(id, token) != token]:
+    if (vocabulary := vocabulary_beside(path)) is not None:
+        own, added = {id: token for token, id in vocabulary.items()}, tokenizer.get_added_vocab()
+        words = {token: id for token, id in tokenizer.get_vocab().items() if token not in added}
+        if other := [token for token, id in words.items() if own.get(id, token) != token]:
             raise RecipeError(
                 f"the dense model of dense.path={path!r} knows the tokens of its own tokenizer, and {len(other)} of "
                 f"data.tokenizer, such as {other[0]!r}, have the ids of others: set data.tokenizer={path}"
