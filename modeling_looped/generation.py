@@ -276,6 +276,11 @@ class LoopedGenerationMixin(Generative):
         if generation_config.is_assistant:
             cache.activate_past_recording()
 
+    def _get_static_cache_init_shape(self):
+        """Return None, with which transformers makes the cache in the first pass, where layers differ in heads."""
+        core_heads = self.config.block_sizes("core").num_key_value_heads
+        return super()._get_static_cache_init_shape() if core_heads == self.config.num_key_value_heads else None
+
     def prepare_inputs_for_generation(self, input_ids, *args, inputs_embeds=None, **kwargs):
         # inputs_embeds is named, because transformers reads in the signature whether a prompt may be embeddings
         inputs = super().prepare_inputs_for_generation(input_ids, *args, inputs_embeds=inputs_embeds, **kwargs)

@@ -116,6 +116,15 @@ def test_prompt_in_chunks(system, cache, chunk):
         assert torch.equal(tokens, greedy(model, ids, num_loops=num_loops))
 
 
+def test_prompt_in_chunks_where_the_core_has_other_heads():
+    wide = {"core_hidden_size": 48, "core_num_attention_heads": 6, "injection": "concat", "coda_input": "linear"}
+    model = model_of("plain", **SECTIONS, **wide, state_init="zeros", num_key_value_heads=2, head_dim=8)
+    assert model.config.block_sizes("core").num_key_value_heads != model.config.num_key_value_heads
+    ids = random_ids(2, 11)
+    tokens = greedy(model, ids, prefill_chunk_size=4, cache_implementation="static", disable_compile=True)
+    assert torch.equal(tokens, greedy(model, ids))
+
+
 def test_prompt_as_embeddings():
     model, ids = model_of("windows"), random_ids(2, 7)
     tokens = greedy(model, None, inputs_embeds=model.model.embed_tokens(ids), num_loops=[2, 4])
