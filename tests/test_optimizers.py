@@ -20,7 +20,7 @@ from looped_recipes.engine.optimizers import (
 )
 from looped_recipes.engine.stable_adamw import StableAdamW
 from looped_recipes.pretrain import main as pretrain
-from looped_recipes.settings.recipe import OptimizerConfig, RecipeError, ScheduleConfig, load_recipe
+from looped_recipes.settings.recipe import DepthConfig, OptimizerConfig, RecipeError, ScheduleConfig, load_recipe
 from looped_recipes.settings.relations import check_schedule
 from looped_recipes.sweep import run_sweep
 from modeling_looped import LoopedConfig
@@ -382,4 +382,4 @@ def test_every_group_follows_the_schedule_from_its_own_rate():
 )
 def test_a_schedule_longer_than_the_run_is_refused(config, message):
     with pytest.raises(RecipeError, match=message):
-        check_schedule(config, 100)
+        check_schedule(config, DepthConfig(), 100)

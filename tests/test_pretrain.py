@@ -100,6 +100,14 @@ def test_the_seed_draws_the_first_weights(training_text, tmp_path):
     assert all(torch.equal(tensor, expected[name]) for name, tensor in run.bare.state_dict().items())
 
 
+def test_depths_that_grow_longer_than_the_run_are_refused_where_the_data_tell_its_length(training_text, tmp_path):
+    more = ["training.steps=null", "training.epochs=1", "depth.curriculum=linear", "depth.curriculum_target=total"]
+    more += ["depth.curriculum_steps=100000"]
+    recipe = load_recipe(SMOKE / "lt.yaml", smoke_settings(training_text, tmp_path, *more))
+    with pytest.raises(RecipeError, match="curriculum_steps=100000 is more than the .* steps of the run"):
+        training.Pretraining(recipe)
+
+
 def test_models_of_the_way_change_nothing(whole_run, training_text, tmp_path):
     """Those of every second step stay beside the last, which is that of a run without them."""
     every = ["training.export_every=2", "training.save_every=3", "training.keep_last=1"]

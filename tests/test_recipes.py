@@ -835,7 +835,7 @@ def test_the_weight_decay_of_a_saved_recipe_follows_another_rate(tmp_path):
         (["training.export_every=25"], "export_every=25 would have no effect in a run of 24 steps"),
         (
             ["depth.curriculum=linear", "depth.curriculum_steps=25", "depth.curriculum_target=total"],
-            "curriculum_steps=25 are more than the 24 steps",
+            "curriculum_steps=25 is more than the 24 steps",
         ),
         (["logging.profile_steps=1", "logging.profile_from=24"], "profile_from=24 lies beyond a run of 24 steps"),
         (["training.freeze_all_but_gate=true", "model.exit_gate=raw", "optimizer.name=muon"], "it needs all weights"),

@@ -87,7 +87,7 @@ class Pretraining:
         self.data.tokenizer.model_max_length = self.config.max_position_embeddings
         self.operations = Operations(recipe, self.config)
         self.total_steps = self.operations.num_steps(len(self.data.train))
-        check_schedule(recipe.schedule, self.total_steps)
+        check_schedule(recipe.schedule, recipe.depth, self.total_steps)
         self.batches = Batches(recipe, self.model, self.data.train, self.accelerator)
         self.model.train()
         take_options(self.model, training, self.accelerator.mixed_precision)

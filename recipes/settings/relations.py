@@ -309,13 +309,18 @@ def check_kernels(recipe):
         )
 
 
-def check_schedule(schedule: ScheduleConfig, total_steps: int):
-    """Refuse warm-up and decay that do not fit into a run of `total_steps` steps."""
+def check_schedule(schedule: ScheduleConfig, depth: DepthConfig, total_steps: int):
+    """Refuse warm-up, decay and depths that grow, if they do not fit into a run of `total_steps` steps."""
     decay_steps = decay_steps_of(schedule, total_steps)
     if schedule.warmup_steps + decay_steps > total_steps:
         raise RecipeError(
             f"schedule.warmup_steps={schedule.warmup_steps} and {decay_steps} steps of decay do not fit into a run of "
             f"{total_steps} steps"
+        )
+    if depth.curriculum_steps is not None and depth.curriculum_steps > total_steps:
+        raise RecipeError(
+            f"depth.curriculum_steps={depth.curriculum_steps} is more than the {total_steps} steps of the run, which "
+            "would never train at its full depth: lower it"
         )
 
 

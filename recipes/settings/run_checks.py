@@ -38,7 +38,7 @@ def check_run(recipe: Recipe) -> LoopedConfig:
     check_recomputed(recipe.training.gradient_checkpointing, config)
     steps = steps_of(recipe, config)
     if steps is not None:
-        check_schedule(recipe.schedule, steps)
+        check_schedule(recipe.schedule, recipe.depth, steps)
         check_within(recipe, steps)
     check_output(Path(recipe.training.output_dir))
     start = recipe.training.initialize_from
@@ -81,12 +81,7 @@ def note_on_windows(recipe: Recipe, config: LoopedConfig) -> str | None:
 
 def check_within(recipe: Recipe, steps: int):
     """Refuse settings that name a step which the run does not reach."""
-    logging, growing = recipe.logging, recipe.depth.curriculum_steps
-    if growing is not None and growing > steps:
-        raise RecipeError(
-            f"depth.curriculum_steps={growing} are more than the {steps} steps of the run, which would never train at "
-            "its full depth: lower them"
-        )
+    logging = recipe.logging
     for name in ("stop_after", "export_every"):
         value = getattr(recipe.training, name)
         if value is not None and value > steps:
