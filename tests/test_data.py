@@ -270,7 +270,7 @@ def test_manifest_counts_what_is_there(make_data):
     documents, held_out = (len(texts_of(prepared, split)) for split in ("train", "validation"))
     assert prepared.told(None).startswith(f"training on {documents} documents (")
     assert f"validation on {held_out} (" in prepared.told(300) and prepared.told(300).endswith(
-        "=300 leaves out all others"
+        "; at most data.max_documents=300 are read"
     )
 
 

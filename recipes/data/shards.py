@@ -81,7 +81,7 @@ class Prepared:
             f"training on {counted(of_train['documents'], 'document')} ({of_train['tokens']:,} tokens), validation on "
             f"{of_validation['documents']:,} ({of_validation['tokens']:,} tokens)"
         )
-        return said if max_documents is None else f"{said}: data.max_documents={max_documents} leaves out all others"
+        return said if max_documents is None else f"{said}; at most data.max_documents={max_documents} are read"
 
 
 def prepare(data: DataConfig, check: bool = True) -> Prepared:
