@@ -10,6 +10,11 @@ from math import sqrt
 from .config_layers import with_rope_kept
 
 
+def _heads_of(size: int):
+    """Return a function of the other fields: as many heads of this size as the width has room for."""
+    return lambda f: max(1, f["hidden_size"] // size)
+
+
 _FLT_BLOCK = {
     # as in the public code: norms without parameters, on the embedding before the first layer (LT_i has one on the sum
     # of embedding and state instead) and on the state after every loop; the head reads the latter too
@@ -49,7 +54,7 @@ _READOUT = {
     "vocab_size": 20000,
     "hidden_size": 512,
     "intermediate_size": lambda f: 4 * f["hidden_size"],
-    "num_attention_heads": lambda f: max(1, f["hidden_size"] // 64),
+    "num_attention_heads": _heads_of(64),
     "num_core_layers": 8,
     "num_loops": 4,
     "max_position_embeddings": 256,
@@ -65,7 +70,7 @@ _OURO = {
     "vocab_size": 49152,
     "hidden_size": 2048,
     "intermediate_size": 5632,
-    "num_attention_heads": 16,
+    "num_attention_heads": _heads_of(128),
     "num_core_layers": 24,
     "num_loops": 4,
     "max_position_embeddings": 4096,
@@ -89,7 +94,7 @@ PRESETS = {
         **_HUGINN_BLOCK,
         "hidden_size": 5280,
         "intermediate_size": 17920,
-        "num_attention_heads": lambda f: max(1, f["hidden_size"] // 96),
+        "num_attention_heads": _heads_of(96),
         "num_prelude_layers": 2,
         "num_core_layers": 4,
         "num_coda_layers": 2,
@@ -101,7 +106,7 @@ PRESETS = {
         **_HUGINN_BLOCK,
         "hidden_size": 1024,
         "intermediate_size": 3520,
-        "num_attention_heads": lambda f: max(1, f["hidden_size"] // 64),
+        "num_attention_heads": _heads_of(64),
         "num_prelude_layers": 1,
         "num_core_layers": 1,
         "num_coda_layers": 1,
@@ -112,7 +117,7 @@ PRESETS = {
         "vocab_size": 32768,
         "hidden_size": 768,
         "intermediate_size": lambda f: 4 * f["hidden_size"],
-        "num_attention_heads": lambda f: max(1, f["hidden_size"] // 128),
+        "num_attention_heads": _heads_of(128),
         "num_prelude_layers": 2,
         "num_core_layers": 2,
         "num_coda_layers": 2,
@@ -138,7 +143,7 @@ PRESETS = {
         "vocab_size": 128256,
         "hidden_size": 768,
         "intermediate_size": 2048,
-        "num_attention_heads": lambda f: max(1, f["hidden_size"] // 64),
+        "num_attention_heads": _heads_of(64),
         "num_core_layers": 12,
         "residual_scaling": "factored",
         "residual_reference_layers": 12,

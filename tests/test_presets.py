@@ -61,9 +61,12 @@ def test_a_preset_is_no_field():
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_a_preset_can_be_made_narrow(preset):
-    config = LoopedConfig.from_preset(preset, hidden_size=64, num_core_layers=1)
-    assert 64 % config.num_attention_heads == 0
+def test_heads_of_a_preset_follow_the_width(preset):
+    published = LoopedConfig.from_preset(preset)
+    wide = LoopedConfig.from_preset(preset, hidden_size=2 * published.hidden_size)
+    assert wide.num_attention_heads == 2 * published.num_attention_heads
+    narrow = LoopedConfig.from_preset(preset, hidden_size=64, num_core_layers=1)
+    assert 64 % narrow.num_attention_heads == 0
 
 
 @pytest.mark.parametrize("preset", ["lt", "lt_input", "lt_attention", "flt", "flt_residual"])
