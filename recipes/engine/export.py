@@ -128,7 +128,7 @@ def write_folder(folder: Path, model: nn.Module, state: dict, tokenizer, readme)
     whole.load_state_dict(state, assign=True)
     whole.tie_weights()
     whole.generation_config = model.generation_config
-    # transformers checks only what has changed since it was loaded, and no run changes what a model came with
+    # transformers checks only what has changed since it was loaded; a run adds at most a token at which to stop
     whole.generation_config._original_object_hash = hash(whole.generation_config)
     save_pretrained(whole, folder)
     write_code(whole, folder)
