@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from looped_eval.common.hooks import last_state, rewritten_states, trace
+from looped_eval.common.hooks import last_state, rewritten_states, trace, training_loss
 from looped_eval.diagnose import dynamics, figures, readout_probes, sentences
 from looped_eval.diagnose.growth import loop_cosine
 from looped_eval.diagnose.premises import premises
@@ -17,7 +17,7 @@ from looped_eval.diagnose.transfer import lr_transfer
 from looped_recipes.common import measures
 from looped_recipes.common.token_losses import next_token_losses
 from looped_recipes.data.tokenizers import train_word
-from modeling_looped import LoopedForCausalLM
+from modeling_looped import LoopedForCausalLM, training_warnings
 from modeling_looped.injection import AddInjection
 from tests.helpers import logits_alive, random_ids, tiny_config, tiny_model
 from tests.helpers_diagnose import BATCH, DECAY, embedded, known_model, linear_model
@@ -447,6 +447,15 @@ def test_gradient_norms_are_those_of_autograd_before_clipping():
     assert result["loss"][0] != result["loss"][2]
     with pytest.raises(ValueError, match="no block 'model.core.9.mlp'.*lm_head"):
         dynamics.gradient_norms(model, BATCH, blocks=["model.core.9.mlp"])
+
+
+def test_a_training_pass_is_that_of_a_model_left_alone_and_warns_of_nothing(monkeypatch):
+    said, model = [], tiny_model(injection="add", state_init="normal").train()
+    monkeypatch.setattr(training_warnings.logger, "warning_once", said.append)
+    loss = training_loss(model, BATCH)
+    assert loss.requires_grad and said == []
+    torch.testing.assert_close(loss, model(BATCH["input_ids"], labels=BATCH["input_ids"]).loss)
+    assert len(said) == 1
 
 
 def test_a_block_without_gradients_has_no_norm_of_zero():

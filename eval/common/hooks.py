@@ -129,6 +129,16 @@ def labels_of(batch: dict) -> torch.Tensor:
     return batch.get("labels", batch["input_ids"])
 
 
+def training_loss(model, batch: dict) -> torch.Tensor:
+    """Return the loss of a training pass at the model's own depth, from zeros also where noise is usual, so that what
+    is measured depends on nothing that is drawn."""
+    start, ids = None, batch["input_ids"]
+    if model.config.state_init == "normal":
+        start = torch.zeros(*ids.shape, model.config.state_size, device=ids.device)
+    how = {"initial_state": start, "output_logits": False, "use_cache": False}
+    return model(**inputs_of(batch), labels=labels_of(batch), **how).loss
+
+
 def of_counted(values: torch.Tensor, batch: dict) -> torch.Tensor:
     """Return those of [batch, length, ...] that belong to tokens which count, [tokens, ...]; without labels all
     count, and values are returned unchanged."""

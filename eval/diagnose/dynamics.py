@@ -20,6 +20,7 @@ from looped_eval.common.hooks import (
     own_randomness,
     rewritten_states,
     trace,
+    training_loss,
 )
 from looped_recipes.common.measures import (
     gradient_norm,
@@ -252,7 +253,7 @@ def gradient_norms(
         chosen = torch.arange(step * rows_per_step, (step + 1) * rows_per_step) % len(batch["input_ids"])
         rows = {key: tensor[chosen] for key, tensor in batch.items()}
         with torch.enable_grad(), own_randomness(step):
-            loss = model(**inputs_of(rows), labels=labels_of(rows), output_logits=False, use_cache=False).loss
+            loss = training_loss(model, rows)
         loss.backward()
         losses.append(loss.item())
         for name, module in watched.items():

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from looped_eval.common.hooks import depth_of, last_state, own_randomness, trace
+from looped_eval.common.hooks import depth_of, last_state, own_randomness, trace, training_loss
 from looped_eval.common.progress import progress
 from looped_recipes.common.measures import increment_products, power_law, residual_norms, token_rms
 from modeling_looped import LoopedConfig, LoopedForCausalLM
@@ -120,7 +120,7 @@ def train_steps(model, ids: torch.Tensor, steps: int, lr: float):
     optimizer = optimizer_of(model.train(), lr, correct_for_depth=False)
     for step in range(steps + 1):
         with torch.enable_grad(), last_state(model) as state:
-            loss = model(ids, labels=ids, output_logits=False, use_cache=False).loss
+            loss = training_loss(model, {"input_ids": ids})
         yield state[0].detach()
         if step < steps:
             loss.backward()

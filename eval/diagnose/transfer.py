@@ -5,7 +5,7 @@ import math
 import torch
 from transformers import get_wsd_schedule
 
-from looped_eval.common.hooks import check_batch, inputs_of, labels_of, losses_of_targets, own_randomness
+from looped_eval.common.hooks import check_batch, inputs_of, losses_of_targets, own_randomness, training_loss
 from looped_eval.common.progress import progress
 from looped_recipes.common.optimum import optimum, shifts
 from modeling_looped import LoopedConfig
@@ -37,7 +37,7 @@ def trained_loss(
         chosen = torch.arange(step * rows_per_step, (step + 1) * rows_per_step) % len(train["input_ids"])
         rows = {key: tensor[chosen] for key, tensor in train.items()}
         with torch.enable_grad(), own_randomness(seed * steps + step):
-            loss = model(**inputs_of(rows), labels=labels_of(rows), output_logits=False, use_cache=False).loss
+            loss = training_loss(model, rows)
         if not math.isfinite(loss.item()):
             return None
         loss.backward()
