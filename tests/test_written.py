@@ -9,7 +9,7 @@ import pytest
 from looped_recipes.data.shards import packed_tokens, prepare, shard_writer
 from looped_recipes.settings.recipe import DataConfig, RecipeError
 
-from .helpers import tiny_tokenizer
+from .helpers import save_other_tokenizer, tiny_tokenizer
 
 
 TEXTS = [f"text {n} says " + "very much " * (n % 7) + f"of {n * n}" for n in range(120)]
@@ -65,6 +65,10 @@ def test_workers_and_training_have_their_tokenizer_in_places_of_their_own(data, 
     shutil.move(tmp_path / "moved", tmp_path / "elsewhere")
     data.tokenizer = str(tmp_path / "elsewhere")
     assert prepare(data).folder == tmp_path / "shards"
+    save_other_tokenizer(tmp_path / "other")
+    data.tokenizer = str(tmp_path / "other")
+    with pytest.raises(RecipeError, match="tokenizer was {'name': '.*moved', .*is now {'name': '.*other'"):
+        prepare(data)
 
 
 def test_a_worker_that_was_stopped_goes_on(data, tmp_path, monkeypatch):

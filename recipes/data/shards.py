@@ -381,8 +381,8 @@ def _read_manifest(folder: Path) -> dict:
 
 
 def _check_settings(folder: Path, found: dict, wanted: dict):
-    found, wanted = _by_content(found), _by_content(wanted)
-    different = [key for key in sorted({*found, *wanted}) if found.get(key) != wanted.get(key)]
+    before, now = _by_content(found), _by_content(wanted)
+    different = [key for key in sorted({*found, *wanted}) if before.get(key) != now.get(key)]
     if different:
         listed = "; ".join(f"{key} was {found.get(key)}, is now {wanted.get(key)}" for key in different)
         raise RecipeError(
