@@ -308,6 +308,10 @@ def speedups(file: str, command: str) -> dict[str, list[float]]:
     return found
 
 
+def from_to(values: list[float]) -> str:
+    return f"{min(values):.2f} to {max(values):.2f}"
+
+
 def table_of_hops(found: dict) -> list[str]:
     """What the table under the picture says, and the line below it."""
     hops, loops = hardest(found), found["exit_loops"]
@@ -340,17 +344,18 @@ def test_headline_numbers_are_those_of_the_results():
     )
     compared.append(f"the model with four loops is right in {min(of_loops):.0f} to {max(of_loops):.0f} %")
     compared.append(f"a model with one loop of the same layer in {min(of_one):.0f} to {max(of_one):.0f} %")
-    decoding = speedups("benchmark", "python -m eval.benchmark decode --new-tokens 48")["float32"][0]
-    alone = speedups("benchmark", "looped benchmark decode --batch 1 --new-tokens 48")["float32"][0]
+    newer, older = (
+        [speedups(file, f"looped benchmark llama --{rows}")["float32"] for rows in ("new", "batch 1")]
+        for file in ("benchmark", "benchmark_avx2")
+    )
     amx = [speedups("benchmark_amx", f"looped benchmark llama --batch {rows}")["float32"][0] for rows in (4, 1)]
-    older = [speedups("benchmark_avx2", f"looped benchmark llama --{rows}")["float32"] for rows in ("new", "batch 1")]
     steps = speedups("benchmark_amx", "looped benchmark train")
     compared += [
-        f"decoding in fp32 | {decoding:.2f} times as fast with 4 rows and {alone:.2f} times with one on an AMD",
-        f"{' and '.join(f'{min(each):.2f} to {max(each):.2f}' for each in older)} times on an older one",
+        "decoding in fp32 | {} times as fast with 4 rows and {} times with one on an AMD".format(*map(from_to, newer)),
+        "{} and {} times on an older one".format(*map(from_to, older)),
         f"{amx[0]:.2f} and {amx[1]:.2f} times on an Intel one with AMX",
         f"its training step | {steps['float32'][0]:.2f} times as fast in fp32 and",
-        f"{min(steps['bfloat16']):.2f} to {max(steps['bfloat16']):.2f} times in bf16, on an Intel",
+        f"{from_to(steps['bfloat16'])} times in bf16, on an Intel",
     ]
     claims = (ROOT / "results/CLAIMS.md").read_text(encoding="utf-8").splitlines()[2].strip("*")
     compared += table_of_hops(hops)
