@@ -222,8 +222,9 @@ class LoopedModel(LoopedPreTrainedModel):
         cache = one_cache(cache, past_key_values)
         cache, use_cache = self._usable_cache(cache, use_cache, plan, output_loop_readout_states)
         every_loop = output_loop_hidden_states or output_loop_readout_states
-        given = inputs_embeds, attention_mask, position_ids, cache, initial_state
-        check_trunk(self, plan, *given, every_loop, kwargs)
+        check_trunk(
+            self, plan, inputs_embeds, attention_mask, position_ids, cache, initial_state, every_loop, options=kwargs
+        )
         if plan.is_mixed or exit_watch is not None:
             refuse_adapters_of_rows(self)
 

@@ -108,7 +108,7 @@ def build_model(recipe: Recipe, tokenizer) -> LoopedForCausalLM:
         model = saved_model(recipe, tokenizer)
     else:
         if "vocab_size" not in recipe.model and "preset" not in recipe.model:
-            fields["vocab_size"] = -(-num_ids(tokenizer) // 64) * 64
+            fields["vocab_size"] = vocab_size_for(tokenizer)
         model = recipe.model_class(recipe.model_config(**fields))
         if pad is None:
             model.generation_config.pad_token_id = eos
@@ -133,15 +133,19 @@ def build_model(recipe: Recipe, tokenizer) -> LoopedForCausalLM:
     return model
 
 
+def vocab_size_for(tokenizer) -> int:
+    """Return the least multiple of 64 that has room for all ids."""
+    return -(-num_ids(tokenizer) // 64) * 64
+
+
 def note_on_vocabulary(recipe: Recipe, config: LoopedConfig, tokenizer) -> str | None:
     """Return a note if a new model has far more tokens than the tokenizer: a preset says its number itself."""
-    known = num_ids(tokenizer)
-    fits = -(-known // 64) * 64
+    fits = vocab_size_for(tokenizer)
     if recipe.start is not None or config.vocab_size < 2 * fits:
         return None
     return (
-        f"model.vocab_size={config.vocab_size} is far above the {known} entries of the tokenizer, and every step "
-        f"computes all of them: model.vocab_size={fits} would do"
+        f"model.vocab_size={config.vocab_size} is far above the {num_ids(tokenizer)} entries of the tokenizer, and every "
+        f"step computes all of them: model.vocab_size={fits} would do"
     )
 
 
