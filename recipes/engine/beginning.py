@@ -144,8 +144,8 @@ def note_on_vocabulary(recipe: Recipe, config: LoopedConfig, tokenizer) -> str |
     if recipe.start is not None or config.vocab_size < 2 * fits:
         return None
     return (
-        f"model.vocab_size={config.vocab_size} is far above the {num_ids(tokenizer)} entries of the tokenizer, and every "
-        f"step computes all of them: model.vocab_size={fits} would do"
+        f"model.vocab_size={config.vocab_size} is far above the {num_ids(tokenizer)} entries of the tokenizer, and "
+        f"every step computes all of them: model.vocab_size={fits} would do"
     )
 
 
